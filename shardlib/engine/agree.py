@@ -46,14 +46,13 @@ def fingerprint(tensor: torch.Tensor) -> int:
 
 def plans_agree(lines: list[str], group: dist.ProcessGroup | None) -> None:
     """Raise `PlanError` if ranks of the group have different plans. `lines` describe the plan, one tensor a line."""
-    by_rank = _gather(lines, group)
+    by_rank = _gather(dict(enumerate(lines)), group)
     if by_rank is None:
         return
-    everything = [dict(enumerate(entry)) for entry in by_rank]
-    first = next(i for i in range(max(map(len, by_rank))) if len({entry.get(i) for entry in everything}) > 1)
+    first = _unequal(by_rank)[0]
     raise PlanError(
         "The ranks were given different rules, models or meshes. The first difference in their plans:\n"
-        + _side_by_side([entry.get(first, "(nothing: this plan is shorter)") for entry in everything], group)
+        + _side_by_side([entry.get(first, "(nothing: this plan is shorter)") for entry in by_rank], group)
         + "\nGive every rank the same rules; do not let them depend on the rank."
     )
 
@@ -119,10 +118,9 @@ def draws_agree(prints: Mapping[str, int], group: dist.ProcessGroup | None) -> N
     by_rank = _gather(dict(prints), group)
     if by_rank is None:
         return
-    name = next(name for name in prints if len({other.get(name) for other in by_rank}) > 1)
     raise ShardingError(
-        f'The ranks drew different initial values for "{name}", each from its own random state. Seed every rank alike '
-        "before shard_model (torch.manual_seed(0)), and let init= not depend on the rank."
+        f'The ranks drew different initial values for "{_unequal(by_rank)[0]}", each from its own random state. Seed '
+        "every rank alike before shard_model (torch.manual_seed(0)), and let init= not depend on the rank."
     )
 
 
@@ -170,27 +168,28 @@ def _differing(tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup | N
 
     If the names themselves differ, the list is empty and the names are shown.
     """
-    prints = {name: fingerprint(tensor) for name, tensor in tensors.items()}
-    by_rank = _gather(prints, group)
+    by_rank = _gather({name: fingerprint(tensor) for name, tensor in tensors.items()}, group)
     if by_rank is None:
         return None
-    names = [name for name in prints if len({other.get(name) for other in by_rank}) > 1]
-    shown = exchange(_shown(tensors[names[0]]), group) if names else [str(sorted(other)) for other in by_rank]
+    same_names = all(prints.keys() == tensors.keys() for prints in by_rank)
+    names = _unequal(by_rank) if same_names else []
+    shown = exchange(_shown(tensors[names[0]]), group) if names else [str(sorted(prints)) for prints in by_rank]
     return names, _side_by_side(shown, group)
 
 
+def _unequal(by_rank: Sequence[Mapping[Any, Any]]) -> list[Any]:
+    """Return the keys of which not all ranks have the same value."""
+    keys = dict.fromkeys(key for values in by_rank for key in values)
+    return [key for key in keys if len({values.get(key) for values in by_rank}) > 1]
+
+
 def _tensors_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    given = {"args": args, "kwargs": dict(kwargs)}
-    leaves = [(f"{kind}{pytree.keystr(path)}", t) for kind in given for path, t in _flat(given[kind])]
+    leaves = flatten_with_path({"args": args, "kwargs": dict(kwargs)})[0]
     return {
-        name: leaf
-        for name, leaf in leaves
+        f"{path[0].key}{pytree.keystr(path[1:])}": leaf
+        for path, leaf in leaves
         if isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor) and not leaf.is_meta
     }
-
-
-def _flat(tree: Any) -> list[tuple[Any, Any]]:
-    return flatten_with_path(tree)[0]
 
 
 @_torch.no_modes()
@@ -262,7 +261,7 @@ def _all_gather(sent: torch.Tensor, group: dist.ProcessGroup | None) -> list[tor
 
 
 def _broadcast(sent: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """Return the first rank's tensor, of equal shapes, on the CPU, whichever device the back end sends from."""
+    """Return the first rank's tensor, as `_all_gather` does."""
     moved = sent.to(_device_of(group))
     dist.broadcast(moved, group=group, group_src=0)
     return moved.cpu()

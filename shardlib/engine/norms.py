@@ -8,7 +8,7 @@ ranks the same bits.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeAlias
 
 import torch
@@ -70,9 +70,7 @@ def clip_among(
     error_if_nonfinite: bool = False,
 ) -> torch.Tensor:
     """Do as `clip_grad_norm_`, on all ranks that have tensors of `among`, also on those without `params`."""
-    limit = float(max_norm)
-    if not limit >= 0:
-        raise ShardingError(f"max_norm={max_norm!r} was given; give a number that is not negative, such as 1.0.")
+    limit = _limit("max_norm", max_norm)
     norm = _norm_among(among, params, norm_type, error_if_nonfinite)
     if limit < math.inf:
         factor = torch.clamp(limit / (norm + 1e-6), max=1.0)
@@ -138,9 +136,7 @@ def clip_grad_value_(model_or_params: Parameters, clip_value: float) -> None:
     >>> layer.weight.grad
     tensor([[ 3.0000, -3.5000]])
     """
-    limit = float(clip_value)
-    if not limit >= 0:
-        raise ShardingError(f"clip_value={clip_value!r} was given; give a number that is not negative, such as 1.0.")
+    limit = _limit("clip_value", clip_value)
     summed = list(_gradients(_unique(model_or_params)))
     for param, grad in summed:
         param.grad = grad
@@ -155,6 +151,12 @@ def _unique(given: Parameters) -> list[torch.Tensor]:
     return list({id(param): param for param in params}.values())
 
 
+def _limit(name: str, value: float) -> float:
+    if not float(value) >= 0:
+        raise ShardingError(f"{name}={value!r} was given; give a number that is not negative, such as 1.0.")
+    return float(value)
+
+
 def _checked_type(norm_type: float) -> float:
     p = float(norm_type)
     if not p > 0:
@@ -165,16 +167,12 @@ def _checked_type(norm_type: float) -> float:
 def _gradients(params: Iterable[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield the parameters that have a gradient, with the gradient; reduce partial sums first."""
     for param in params:
-        if param.grad is not None:
+        if (grad := param.grad) is not None:
             if (param_state := param_state_of(param)) is not None:
                 param_state.check_reduced()
-            yield param, _reduced(param.grad)
-
-
-def _reduced(grad: torch.Tensor) -> torch.Tensor:
-    if not isinstance(grad, DTensor) or not any(placement.is_partial() for placement in grad.placements):
-        return grad
-    return moved(grad, tuple(Replicate() if each.is_partial() else each for each in grad.placements))
+            if isinstance(grad, DTensor) and any(placement.is_partial() for placement in grad.placements):
+                grad = moved(grad, tuple(Replicate() if each.is_partial() else each for each in grad.placements))
+            yield param, grad
 
 
 def _device_of(params: list[torch.Tensor]) -> torch.device:
@@ -196,15 +194,17 @@ def _counting(param: torch.Tensor) -> Counting:
 
 def _counts_here(grad: torch.Tensor, mesh: DeviceMesh) -> bool:
     """Tell whether this rank counts the elements of its local tensor, and not another rank with the same ones."""
-    grad_mesh: DeviceMesh | None = grad.device_mesh if isinstance(grad, DTensor) else None
-    if grad_mesh is None or grad_mesh == mesh:
-        placements = grad.placements if isinstance(grad, DTensor) else (Replicate(),) * mesh.ndim
-        pairs = zip(mesh.get_coordinate() or (), placements, strict=True)
-        return all(index == 0 or not placement.is_replicate() for index, placement in pairs)
-    assert isinstance(grad, DTensor) and grad_mesh.mesh_dim_names is not None and mesh.mesh_dim_names is not None
-    split = {name for name, p in zip(grad_mesh.mesh_dim_names, grad.placements, strict=True) if not p.is_replicate()}
-    coordinate = zip(mesh.mesh_dim_names, mesh.get_coordinate() or (), strict=True)
+    split: set[str | int] = set()
+    if isinstance(grad, DTensor):
+        placements = zip(_names(grad.device_mesh), grad.placements, strict=True)
+        split = {name for name, placement in placements if not placement.is_replicate()}
+    coordinate = zip(_names(mesh), mesh.get_coordinate() or (), strict=True)
     return all(index == 0 or name in split for name, index in coordinate)
+
+
+def _names(mesh: DeviceMesh) -> Sequence[str | int]:
+    """Return the names of the mesh's axes; their numbers if they have none, where all tensors are on that mesh."""
+    return mesh.mesh_dim_names or range(mesh.ndim)
 
 
 def _power(tensors: list[torch.Tensor], p: float, device: torch.device) -> torch.Tensor:

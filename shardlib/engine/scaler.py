@@ -41,9 +41,8 @@ class LossScaler:
 
     def look_at(self, gradients: Sequence[torch.Tensor], group: dist.ProcessGroup | None, device: torch.device) -> None:
         """Check whether all elements of all local gradients are finite. Collective over the group, on a device."""
-        largest = [norm for norm in _torch.norms_of(gradients, float("inf")) if norm.numel()]
-        bad = sum((~torch.isfinite(norm)).float() for norm in largest) if largest else torch.zeros(())
-        flag = torch.as_tensor(bad).reshape(1).to(device)
+        bad = [~torch.isfinite(norm).to(device) for norm in _torch.norms_of(gradients, float("inf"))]
+        flag = torch.stack(bad).any().float() if bad else torch.zeros((), device=device)
         if group is not None:
             dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
         self.overflowed = bool(flag.item())

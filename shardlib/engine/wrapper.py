@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -22,6 +22,11 @@ from shardlib.engine.sharded import Sharded, param_state_of, record_of
 from shardlib.errors import CheckpointError, InputError, ShardingError
 
 __all__ = ["OptimizerWrapper"]
+
+
+def _of_inner(name: str) -> property:
+    """Return a property that is an attribute of the inner optimizer."""
+    return property(lambda self: getattr(self.inner, name), lambda self, value: setattr(self.inner, name, value))
 
 
 class OptimizerWrapper(torch.optim.Optimizer):
@@ -81,10 +86,7 @@ class OptimizerWrapper(torch.optim.Optimizer):
         self.scaler = LossScaler(step.scaler) if step.scaler is not None else None
         self.fp8_history = self._record.fp8_history
         self.step_was_skipped = False
-        self._count: torch.Tensor | None = None
-        self._counted: bool | None = None  # whether the losses of this step have counts
-        self._divided_by: float | None = None
-        self._gradients_are_final = False  # whether gradients are those of the mean loss, unscaled
+        self._reset_step()
 
     def _refuse_foreign_params(self) -> None:
         foreign = [p for group in self.inner.param_groups for p in group["params"] if id(p) not in self._names]
@@ -97,29 +99,9 @@ class OptimizerWrapper(torch.optim.Optimizer):
 
     # --- the interface of an optimizer --------------------------------------------------------------------------------
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        return self.inner.param_groups
-
-    @param_groups.setter
-    def param_groups(self, value: list[dict[str, Any]]) -> None:
-        self.inner.param_groups = value
-
-    @property
-    def state(self) -> defaultdict[torch.Tensor, Any]:  # type: ignore[override]
-        return self.inner.state
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        self.inner.state = value
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        return self.inner.defaults
-
-    @defaults.setter
-    def defaults(self, value: dict[str, Any]) -> None:
-        self.inner.defaults = value
+    param_groups: list[dict[str, Any]] = _of_inner("param_groups")  # type: ignore[assignment]
+    state: defaultdict[torch.Tensor, Any] = _of_inner("state")  # type: ignore[assignment]
+    defaults: dict[str, Any] = _of_inner("defaults")  # type: ignore[assignment]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         self.inner.add_param_group(param_group)
@@ -144,7 +126,10 @@ class OptimizerWrapper(torch.optim.Optimizer):
                 param.grad.zero_()
 
     def _reset_step(self) -> None:
-        self._count, self._counted, self._divided_by, self._gradients_are_final = None, None, None, False
+        self._count: torch.Tensor | None = None
+        self._counted: bool | None = None  # whether the losses of this step have counts
+        self._divided_by: float | None = None
+        self._gradients_are_final = False  # whether gradients are those of the mean loss, unscaled
 
     def _params(self) -> Iterator[torch.Tensor]:
         for group in self.inner.param_groups:
@@ -205,11 +190,9 @@ class OptimizerWrapper(torch.optim.Optimizer):
             self._divided_by = max(1.0, largest.item())
         return self._divided_by
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Return a context in which backward passes only accumulate this rank's gradients; see `shardlib.no_sync`."""
-        with self._record.reducer.no_sync():
-            yield
+        return self._record.reducer.no_sync()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Update the parameters, unless further passes belong to the step or a gradient is not finite.
@@ -356,7 +339,7 @@ class OptimizerWrapper(torch.optim.Optimizer):
         if len(groups) != len(param_groups):
             raise CheckpointError(f"The state dict has {len(groups)} param groups, the optimizer {len(param_groups)}.")
         named = all(isinstance(name, str) for group in groups for name in group["params"])
-        by_id: dict[int, Any] = {}
+        loaded: dict[torch.Tensor, Any] = {}
         for index, (theirs, ours) in enumerate(zip(groups, param_groups, strict=True)):
             names = [self._names[id(p)] for p in ours["params"]]
             if named and sorted(theirs["params"]) != sorted(names):
@@ -370,16 +353,15 @@ class OptimizerWrapper(torch.optim.Optimizer):
                     f"Group {index} of the state dict has {len(theirs['params'])} parameters, the optimizer's "
                     f"{len(names)}."
                 )
-            keys = dict(zip(names, names if named else theirs["params"], strict=True))
-            by_id |= {id(p): state.get(keys[self._names[id(p)]]) for p in ours["params"]}
+            keys = names if named else theirs["params"]
+            loaded |= {param: state.get(key) for param, key in zip(ours["params"], keys, strict=True)}
         for theirs, ours in zip(groups, param_groups, strict=True):
             ours.update({key: value for key, value in theirs.items() if key != "params"})
-        for param in self._params():
-            known = by_id[id(param)]
+        for param, known in loaded.items():
             if known is None:
                 self.inner.state.pop(param, None)
             else:
-                self.inner.state[param] = {key: _as_local_state(param, key, value) for key, value in known.items()}
+                self.inner.state[param] = {key: _as_local_state(param, value) for key, value in known.items()}
         if scaler is not None and self.scaler is not None:
             self.scaler.load_state_dict(scaler)
         if history is not None and self.fp8_history is not None:
@@ -409,7 +391,7 @@ def _sum_and_count(loss: Any, weight: Any) -> tuple[torch.Tensor, torch.Tensor |
     return (total if pair else total * count.to(total.dtype)), count
 
 
-def _as_local_state(param: torch.Tensor, key: str, value: Any) -> Any:
+def _as_local_state(param: torch.Tensor, value: Any) -> Any:
     """Return a loaded entry: this rank's shard of a plain tensor of global shape; other entries unchanged."""
     param_state = param_state_of(param)
     plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.ndim > 0

@@ -11,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardlib.engine import agree
-from shardlib.errors import ShardingError
+from shardlib.errors import InputError, ShardingError
 from tests.house.source import modules
 
 
@@ -60,6 +60,20 @@ def test_code_that_a_rank_sends_is_not_run(ranks, tmp_path: Path):
     for said in ranks(2).run(_read_what_runs, str(tmp_path / "made")):
         assert said == "Rank 1 of the group sent what no rank of shardlib sends; it was not read."
     assert not (tmp_path / "made").exists()
+
+
+def _compare_names() -> str:
+    more = {"mask": torch.zeros(1)} if torch.distributed.get_rank() else {}
+    try:
+        agree.batches_agree((), {"x": torch.zeros(2), **more}, torch.distributed.group.WORLD, "tp")
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+def test_names_that_some_ranks_lack_are_shown_on_all(ranks):
+    shown = "  rank 0: [\"kwargs['x']\"]\n  rank 1: [\"kwargs['mask']\", \"kwargs['x']\"]"
+    assert all(f"different batches:\n{shown}" in said for said in ranks(2).run(_compare_names))
 
 
 def test_no_module_sends_pickles_that_are_run():
