@@ -370,7 +370,7 @@ class Step:
                 self.failure = Failure(action, error, time.time())
                 computation.drop()
                 self._leave_if_alone(self.failure)
-        begin()
+        named(begin)()
         if transport is not None:
             named(transport.send)(action, made)
 
