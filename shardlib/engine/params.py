@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -62,8 +63,6 @@ class ParamState:
         shard_spec: the division of the local compute tensor over `axes`; None where they split nothing.
         compute: the layout of the parameter in computation, on the whole mesh.
         layout: the layout of gradient and state, on the whole mesh.
-        mesh: the whole mesh.
-        max_local_numel: the number of elements of the compute tensor on the rank where it is largest.
         mutable: what changes of it.
         unit: the unit that it is gathered with; "" for the model.
         list_movements: lists the movements of a row in a step, by purpose; rows of one form share them, with one row's
@@ -73,7 +72,6 @@ class ParamState:
         compute_spec: the DTensor spec of the unsharded parameter on the model axes, where it is a DTensor there.
         master_dtype: the dtype of the copy of the parameter that the optimizer steps on, laid out as its state; None
             where the optimizer steps on the parameter.
-        device: the device of computation.
         offloaded: the phases that lie in host memory, where that is another memory than the device's.
         pipeline_group: the ranks of all stages, where the mesh is that of one pipeline stage.
         is_counted: whether norms count its elements on this stage, and not on another stage that has it too.
@@ -85,8 +83,6 @@ class ParamState:
     shard_spec: ShardSpec | None
     compute: Layout
     layout: Layout
-    mesh: DeviceMesh
-    max_local_numel: int
     mutable: MutableState
     unit: str
     list_movements: Callable[[Row, Optimizer], Mapping[Purpose, Movement]]
@@ -94,7 +90,6 @@ class ParamState:
     transport: Transport | None = None
     compute_spec: Any = None
     master_dtype: torch.dtype | None = None
-    device: torch.device = offload.HOST
     offloaded: frozenset[str] = frozenset()
     pipeline_group: dist.ProcessGroup | None = None
     is_counted: bool = True
@@ -102,6 +97,16 @@ class ParamState:
     @property
     def name(self) -> str:
         return self.names[0]
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The whole mesh."""
+        return self.executor.mesh
+
+    @property
+    def device(self) -> torch.device:
+        """The device of computation."""
+        return self.executor.device
 
     @property
     def row(self) -> Row:
@@ -250,6 +255,11 @@ class ParamState:
     def dtype(self) -> torch.dtype:
         """The dtype of computation."""
         return self.param.dtype
+
+    @property
+    def max_local_numel(self) -> int:
+        """The number of elements of the compute tensor on the rank where it is largest."""
+        return math.prod(self.row.local_shape(MeshShape.of(self.mesh), phase="compute"))
 
     @cached_property
     def shard_shape(self) -> tuple[int, ...]:

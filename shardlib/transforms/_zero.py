@@ -114,7 +114,7 @@ def split_plan(
 
 def _changes(row: Row, phases: tuple[Phase, ...], axes: tuple[str, ...], mesh: MeshShape) -> dict[str, Any]:
     """Return the fields of a row that change if the axes split these phases of it."""
-    own = {phase: layout for phase in phases if (layout := row.layouts.get(phase)) is not None}
+    own = {phase: layout for phase in phases if (layout := getattr(row, phase)) is not None}
     if not own:
         return {}
     split = _split_layouts(tuple(own.values()), row.global_shape, axes, mesh)

@@ -229,15 +229,14 @@ def apply_plan(
     with Undo() as undo:
         if stages is not None:
             stages.cut(model, undo)
-        parameters, replaced, masters = shard_tensors(model, rank_plan, values, undo)
+        sharded = shard_tensors(model, rank_plan, values, undo)
         installed = Undo()
         undo.callback(installed.run)
         install_modules(model, rank_plan, installed, global_batch_norm=global_batch_norm)
-        reducer, units, updates, comparison = install_param_runtime(
+        runtime = install_param_runtime(
             model,
             rank_plan,
-            parameters,
-            masters,
+            sharded,
             installed,
             undo,
             end_step=None if history is None else functools.partial(history.end_step, rank_plan.mesh_group),
@@ -249,14 +248,14 @@ def apply_plan(
         compiled = compile_calls(model, rank_plan, backend, installed)
         pipeline = None
         if stages is not None:
-            by_name = {name: one for one in reducer.param_states for name in one.names}
+            by_name = {name: one for one in runtime.reducer.param_states for name in one.names}
             cast = casting(rank_plan)
             pipeline = install_pipeline(model, stages, by_name, cast, rank_plan.root_mesh, installed)
         wrap_calls(
             model,
             rank_plan,
-            units,
-            updates,
+            runtime.units,
+            runtime.updates,
             recomputed,
             installed,
             route=None if pipeline is None else pipeline.route,
@@ -267,15 +266,15 @@ def apply_plan(
         record = Sharded(
             plan=dataclasses.replace(rank_plan.plan, notes=rank_plan.plan.notes + float8.notes()),
             mesh=rank_plan.mesh,
-            reducer=reducer,
+            reducer=runtime.reducer,
             compiled=compiled,
             fp8_history=history,
-            units=units,
-            updates=updates,
+            units=runtime.units,
+            updates=runtime.updates,
             pipeline=pipeline,
             meets_in_modules=rank_plan.meets_in_modules,
-            comparison=comparison,
-            has_values=all(map(_torch.has_values, map(local_of, model.parameters()))),
+            comparison=runtime.comparison,
+            has_values=all(map(_torch.has_values, map(local_of, sharded.parameters.values()))),
         )
         shard_again = functools.partial(
             apply_plan,
@@ -287,7 +286,7 @@ def apply_plan(
             global_batch_norm=global_batch_norm,
         )
         allow_copies(model, shard_again, installed)
-    optimizer.watch_optimizers(replaced)
+    optimizer.watch_optimizers(sharded.replaced)
     keep(model, record)
     refuse_additions(model, record)
     return model

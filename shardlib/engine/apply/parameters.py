@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -12,6 +12,7 @@ from shardlib._plan import reshards_after_forward
 from shardlib.engine import _torch, offload, ops
 from shardlib.engine.apply.check import input_check
 from shardlib.engine.apply.rank_plan import RankPlan
+from shardlib.engine.apply.shard import ShardedTensors
 from shardlib.engine.comparison import Check, StepComparison
 from shardlib.engine.executor.gather import update_buckets
 from shardlib.engine.gradients import GradientReducer
@@ -24,15 +25,28 @@ from shardlib.layout import shard_spec
 
 __all__ = ["ParamRuntime", "casting", "install_param_runtime"]
 
-# The record of a sharded model documents these: `engine/sharded.py`.
-ParamRuntime = tuple[GradientReducer, Units | None, Updates | None, StepComparison | None]
+
+@dataclass(frozen=True, eq=False)
+class ParamRuntime:
+    """The objects that move the parameters of a model and their gradients.
+
+    Attributes:
+        reducer: reduces gradients; it has the states of all parameters.
+        units: unshards parameters; None if none is stored in shards.
+        updates: all-gathers parameters after a step; None if no state is sharded without its parameter.
+        comparison: what ranks compare in every step; None without `check="always"`.
+    """
+
+    reducer: GradientReducer
+    units: Units | None
+    updates: Updates | None
+    comparison: StepComparison | None
 
 
 def install_param_runtime(
     model: nn.Module,
     rank_plan: RankPlan,
-    parameters: Mapping[str, nn.Parameter],
-    masters: Mapping[str, torch.Tensor],
+    sharded: ShardedTensors,
     installed: Undo,
     undo: Undo,
     *,
@@ -45,7 +59,9 @@ def install_param_runtime(
     `installed` removes the hooks of modules, `undo` those of parameters. `end_step` is called after the last backward
     pass of a step.
     """
-    param_states = [_param_state(rank_plan, name, param, masters.get(name)) for name, param in parameters.items()]
+    param_states = [
+        _param_state(rank_plan, name, param, sharded.masters.get(name)) for name, param in sharded.parameters.items()
+    ]
     step = rank_plan.plan.step
     if any(one.shard_spec is not None for one in param_states):
         ops.enable(rank_plan.mesh, stored=True)  # as for `float(p.grad.norm())` and `p[0].zero_()`
@@ -99,18 +115,15 @@ def install_param_runtime(
     if updates is not None and deferred:
         for handle in wait_in_model(updates, model):
             installed.callback(handle.remove)
-    return reducer, units, updates, comparison
+    return ParamRuntime(reducer, units, updates, comparison)
 
 
 def _param_state(rank_plan: RankPlan, name: str, param: nn.Parameter, master: torch.Tensor | None) -> ParamState:
     row = rank_plan.rows[name]
-    first = dict.fromkeys(rank_plan.shape.names, 0)
     compute = rank_plan.on_compute_axes(row.compute)
-    state = row.stored if row.state is None else row.state
-    sharding = shard_spec(
-        compute, rank_plan.on_active_axes(state), row.global_shape, rank_plan.shape, rank_plan.coordinate
-    )
-    axes = rank_plan.added(compute, state) if sharding is not None else ()
+    layout = rank_plan.on_active_axes(row.stored if row.state is None else row.state)
+    sharding = shard_spec(compute, layout, row.global_shape, rank_plan.shape, rank_plan.coordinate)
+    axes = rank_plan.added(compute, layout) if sharding is not None else ()
     spec = None
     if (compute_mesh := rank_plan.mesh_for(name, param)) is not None:
         placements = tuple(compute.placements(compute_mesh))
@@ -121,9 +134,7 @@ def _param_state(rank_plan: RankPlan, name: str, param: nn.Parameter, master: to
         axes=axes,
         shard_spec=sharding,
         compute=compute,
-        layout=rank_plan.on_active_axes(state),
-        mesh=rank_plan.mesh,
-        max_local_numel=math.prod(compute.local_shape(row.global_shape, rank_plan.shape, first)),
+        layout=layout,
         mutable=MutableState(row, master=master),
         unit=rank_plan.plan.unit(row),
         list_movements=rank_plan.movements,
@@ -131,7 +142,6 @@ def _param_state(rank_plan: RankPlan, name: str, param: nn.Parameter, master: to
         transport=rank_plan.executor.transport(axes) if axes else None,
         compute_spec=spec,
         master_dtype=(row.state.dtype or row.dtype) if row.state is not None and row.has_master else None,
-        device=rank_plan.device,
         offloaded=offload.offloaded_phases(row, rank_plan.device),
         pipeline_group=rank_plan.pipeline_group,
         is_counted=rank_plan.stages is None or rank_plan.stages.is_counted(name),

@@ -7,6 +7,7 @@ Other tensors stay plain and move to this rank's device.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,19 +22,29 @@ from shardlib.engine.undo import Undo
 from shardlib.errors import ShardingError
 from shardlib.layout import Layout, shard_spec
 
-__all__ = ["local_shard", "shard_tensors"]
-
-Replaced = tuple[Mapping[str, nn.Parameter], Mapping[torch.Tensor, str], Mapping[str, torch.Tensor]]
+__all__ = ["ShardedTensors", "local_shard", "shard_tensors"]
 
 
-def shard_tensors(model: nn.Module, rank_plan: RankPlan, values: Mapping[str, torch.Tensor], undo: Undo) -> Replaced:
-    """Replace a model's tensors by this rank's local shards; `values` are those of tensors on `meta`, by name.
+@dataclass(frozen=True, eq=False)
+class ShardedTensors:
+    """The parameters of a model whose tensors were replaced by local shards.
 
-    Returns:
-        All parameters by their first name, as they are now; the names of those that were replaced, by the parameter
-        before; and this rank's shards of the wide copies that the optimizer steps on, by name, for parameters that lost
-        precision by rounding.
+    Attributes:
+        parameters: all parameters by their first name, as they are now.
+        replaced: the names of those that were replaced, by the parameter before.
+        masters: this rank's shards of the wide copies that the optimizer steps on, by name, for parameters that lost
+            precision by rounding.
     """
+
+    parameters: Mapping[str, nn.Parameter]
+    replaced: Mapping[torch.Tensor, str]
+    masters: Mapping[str, torch.Tensor]
+
+
+def shard_tensors(
+    model: nn.Module, rank_plan: RankPlan, values: Mapping[str, torch.Tensor], undo: Undo
+) -> ShardedTensors:
+    """Replace a model's tensors by this rank's local shards; `values` are those of tensors on `meta`, by name."""
     places = [
         (own, key, f"{prefix}.{key}".lstrip("."), tensor)
         for prefix, module in model.named_modules()
@@ -41,7 +52,7 @@ def shard_tensors(model: nn.Module, rank_plan: RankPlan, values: Mapping[str, to
     ]
     after: dict[int, torch.Tensor] = {}
     parameters: dict[str, nn.Parameter] = {}
-    names: dict[torch.Tensor, str] = {}
+    replaced: dict[torch.Tensor, str] = {}
     masters: dict[str, torch.Tensor] = {}
     for _, _, name, tensor in places:
         if id(tensor) in after:
@@ -51,7 +62,7 @@ def shard_tensors(model: nn.Module, rank_plan: RankPlan, values: Mapping[str, to
             parameters[name] = new
             if new is not tensor:
                 _refuse_hooks(name, tensor)
-                names[tensor] = name
+                replaced[tensor] = name
 
     def put(*, back: bool) -> None:
         for own, key, _, tensor in places:
@@ -61,7 +72,7 @@ def shard_tensors(model: nn.Module, rank_plan: RankPlan, values: Mapping[str, to
 
     undo.callback(put, back=True)
     put(back=False)
-    return parameters, names, masters
+    return ShardedTensors(parameters, replaced, masters)
 
 
 def _refuse_hooks(name: str, param: torch.Tensor) -> None:
