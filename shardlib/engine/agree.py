@@ -29,6 +29,7 @@ __all__ = [
     "fingerprint",
     "named_tensors",
     "of_first",
+    "parts_agree",
     "places_agree",
     "plans_agree",
     "warn_of_unequal_rows",

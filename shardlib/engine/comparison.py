@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Any, Literal
 
@@ -38,10 +39,11 @@ def check_choice(check: Check) -> None:
         raise InputError(f'check={check!r} was given; give True, False or "always".')
 
 
+@dataclass(eq=False)
 class StepComparison:
     """Compares the ranks that train one model.
 
-    Args:
+    Attributes:
         model: the model, whose buffers are compared.
         param_states: its parameters.
         everyone: all ranks that train it, of all stages.
@@ -50,26 +52,19 @@ class StepComparison:
         model_axes: the axes (of size > 1) whose ranks have the same examples.
         updates: gathers parameters after a step; None if no state is split without its parameter.
         batch_norm_is_global: whether data ranks have the same statistics of BatchNorm.
+        begun: how often each part of a step has begun.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        param_states: Sequence[ParamState],
-        everyone: dist.ProcessGroup | None,
-        executor: Executor,
-        data_axes: tuple[str, ...],
-        model_axes: tuple[str, ...],
-        updates: Updates | None,
-        *,
-        batch_norm_is_global: bool,
-    ) -> None:
-        self._updates = updates
-        self._model, self._param_states, self._everyone, self._executor = model, param_states, everyone, executor
-        self._data_axes, self._model_axes = data_axes, model_axes
-        self._batch_norm_is_global = batch_norm_is_global
-        self._evaluates_alone = not model_axes and not any(one.is_stored_sharded for one in param_states)
-        self._begun: Counter[str] = Counter()
+    model: nn.Module
+    param_states: Sequence[ParamState]
+    everyone: dist.ProcessGroup | None
+    executor: Executor
+    data_axes: tuple[str, ...]
+    model_axes: tuple[str, ...]
+    updates: Updates | None
+    _: KW_ONLY
+    batch_norm_is_global: bool
+    begun: Counter[str] = field(default_factory=Counter)
 
     def before_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Compare ranks before a forward. One without gradients may run on one data rank, if it can.
@@ -81,19 +76,19 @@ class StepComparison:
             InputError: ranks with the same examples have different batches.
         """
         trains = torch.is_grad_enabled()
-        if not trains and self._evaluates_alone:
+        if not trains and not self.model_axes and not any(one.is_stored_sharded for one in self.param_states):
             return
         self._meet("forward" if trains else "forward without gradients")
         comparisons: list[Callable[[], None]] = []
-        if self._model_axes:
-            group = self._executor.group(self._model_axes)
-            comparisons.append(partial(agree.batches_agree, args, kwargs, group, ", ".join(self._model_axes)))
+        if self.model_axes:
+            group = self.executor.group(self.model_axes)
+            comparisons.append(partial(agree.batches_agree, args, kwargs, group, ", ".join(self.model_axes)))
         if trains:
             comparisons += self._of_weights()
-        agree.parts_agree(comparisons, self._everyone)
-        if trains and self._data_axes:
-            group = self._executor.group(self._data_axes)
-            agree.warn_of_unequal_rows(exact.batch_rows(args, kwargs), group, ", ".join(self._data_axes))
+        agree.parts_agree(comparisons, self.everyone)
+        if trains and self.data_axes:
+            group = self.executor.group(self.data_axes)
+            agree.warn_of_unequal_rows(exact.batch_rows(args, kwargs), group, ", ".join(self.data_axes))
 
     def before_backward(self) -> None:
         """Compare ranks before a backward pass, as `before_forward` does."""
@@ -101,11 +96,11 @@ class StepComparison:
 
     def before_step(self) -> None:
         """Compare ranks, and which gradients they have, before an optimizer's step."""
-        lacking = [one.name for one in self._param_states if one.param.requires_grad and one.param.grad is None]
+        lacking = [one.name for one in self.param_states if one.param.requires_grad and one.param.grad is None]
         self._meet("optimizer step")
-        if axes := self._data_axes + self._model_axes:
+        if axes := self.data_axes + self.model_axes:
             text = f"before an optimizer step, without gradients of {', '.join(lacking) or 'no parameter'}"
-            agree.places_agree(text, self._executor.group(axes))
+            agree.places_agree(text, self.executor.group(axes))
 
     def before_call(self, kind: str, carries: Iterable[Movement], group: dist.ProcessGroup) -> None:
         """Compare ranks before a collective."""
@@ -114,24 +109,24 @@ class StepComparison:
         agree.places_agree(f"before {kind}, {len(names)} times: {said}", group)
 
     def _meet(self, what: str) -> None:
-        done = ", ".join(f"{count} x {name}" for name, count in self._begun.items())
-        self._begun[what] += 1
-        agree.places_agree(f"before {what}, after {done or 'nothing'}", self._everyone)
+        done = ", ".join(f"{count} x {name}" for name, count in self.begun.items())
+        self.begun[what] += 1
+        agree.places_agree(f"before {what}, after {done or 'nothing'}", self.everyone)
 
     def _of_weights(self) -> Iterator[Callable[[], None]]:
         """Iterate over comparisons of the tensors that ranks along some axes have in common."""
-        if self._updates is not None:
-            self._updates.wait()
-        for axes in (self._data_axes, self._model_axes):
+        if self.updates is not None:
+            self.updates.wait()
+        for axes in (self.data_axes, self.model_axes):
             if axes:
-                tensors, group = self._replicated_over(axes), self._executor.group(axes)
-                yield partial(agree.weights_stay_equal, tensors, group, ", ".join(axes))
+                held, group = self._held_whole(axes), self.executor.group(axes)
+                yield partial(agree.weights_stay_equal, held, group, ", ".join(axes))
 
     def _replicated_over(self, axes: tuple[str, ...]) -> dict[str, torch.Tensor]:
         """Return the tensors that ranks along some axes have in common, by name."""
-        found = {one.name: local_of(one.param) for one in self._param_states if one.row.stored.axes.isdisjoint(axes)}
-        for prefix, module in self._model.named_modules():
-            if self._batch_norm_is_global or not batchnorm.is_batch_norm(module):
+        found = {one.name: local_of(one.param) for one in self.param_states if one.row.stored.axes.isdisjoint(axes)}
+        for prefix, module in self.model.named_modules():
+            if self.batch_norm_is_global or not batchnorm.is_batch_norm(module):
                 own = module.named_buffers(prefix, recurse=False)
                 found |= {name: buffer for name, buffer in own if type(buffer) is torch.Tensor}
         return found

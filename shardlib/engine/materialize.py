@@ -206,29 +206,25 @@ def _from_initialiser(
     by_id = {id(tensor): name for name, tensor in missing.items()}
     for module in model.modules():
         found = [(key, by_id[id(tensor)]) for _, key, tensor in registered_tensors(module) if id(tensor) in by_id]
-        own = {key: name for key, name in found if name not in values}
-        if own:
-            values |= (
-                _initialise_in_parts(module, init, own, shard_of, make)
-                if make
-                else _initialise(module, init, own, shard_of)
-            )
+        if own := {key: name for key, name in found if name not in values}:
+            values |= _initialise_in_parts(module, init, own, shard_of, make)
     return values
 
 
 def _initialise_in_parts(
-    module: nn.Module, init: Any, own: Mapping[str, str], shard_of: ShardOf, make: Make
+    module: nn.Module, init: Any, own: Mapping[str, str], shard_of: ShardOf, make: Make | None
 ) -> dict[str, torch.Tensor]:
     """Initialise a module's local shards, if the initialiser supports it; else full tensors. All ranks do the same."""
-    states = random_states()
-    try:
-        with warnings.catch_warnings():
-            # Gathering costs little here. If warnings are errors, a warning would stop only the rank that warns.
-            warnings.simplefilter("ignore", ShardlibGatherWarning)
-            return _initialise(module, init, own, shard_of, make)
-    except Exception:
-        set_random_states(states)
-        return _initialise(module, init, own, shard_of)
+    if make is not None:
+        states = random_states()
+        try:
+            with warnings.catch_warnings():
+                # Gathering costs little here. If warnings are errors, a warning would stop only the rank that warns.
+                warnings.simplefilter("ignore", ShardlibGatherWarning)
+                return _initialise(module, init, own, shard_of, make)
+        except Exception:
+            set_random_states(states)
+    return _initialise(module, init, own, shard_of)
 
 
 def _initialise(
@@ -240,9 +236,10 @@ def _initialise(
         for registry, key, tensor in before:
             if tensor.is_meta:
                 if make is not None and key in own:
-                    registry[key] = _unfilled(tensor, make(own[key], tensor))
+                    real = make(own[key], tensor)
                 else:
-                    registry[key] = _unfilled(tensor, tensor.new_empty(tensor.shape, device="cpu"))
+                    real = tensor.new_empty(tensor.shape, device="cpu")
+                registry[key] = as_kind(real.fill_(_mark(tensor.dtype)), tensor)
         if init != RESET:
             init(module)
         elif callable(reset := getattr(module, RESET, None)):
@@ -261,16 +258,11 @@ def _mark(dtype: torch.dtype) -> float | int:
     return 0 if dtype is torch.bool else torch.iinfo(dtype).min
 
 
-def _unfilled(tensor: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
-    real.fill_(_mark(tensor.dtype))
-    return as_kind(real, tensor)
-
-
 def _is_unfilled(tensor: torch.Tensor) -> bool:
     if tensor.is_meta or tensor.dtype is torch.bool:
         return tensor.is_meta
-    mark = torch.full((), _mark(tensor.dtype), dtype=tensor.dtype)
-    same = torch.isnan(tensor) if tensor.is_floating_point() or tensor.is_complex() else tensor == mark
+    mark = _mark(tensor.dtype)
+    same = torch.isnan(tensor) if mark != mark else tensor == mark
     return tensor.numel() > 0 and bool(to_full_tensor(same.all()))
 
 

@@ -7,6 +7,7 @@ ranks the same bits.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeAlias
@@ -234,10 +235,7 @@ def _by_device_and_dtype(tensors: list[torch.Tensor]) -> Iterator[list[torch.Ten
 
 def _norm_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype:
     """Return the real dtype of the norm of tensors of these dtypes: at least float32."""
-    found = torch.float32
-    for dtype in dtypes:
-        found = torch.promote_types(found, dtype.to_real())
-    return found
+    return functools.reduce(torch.promote_types, (dtype.to_real() for dtype in dtypes), torch.float32)
 
 
 @naming_lost_ranks("step")

@@ -187,11 +187,6 @@ class ParamState:
 
     # --- facts --------------------------------------------------------------------------------------------------------
 
-    @property
-    def local_leaf(self) -> torch.Tensor | None:
-        """The local tensor of a DTensor, a leaf, which optimizers step on."""
-        return _torch.local_of(self.param) if isinstance(self.param, DTensor) else None
-
     def wrap(self, shard: torch.Tensor) -> DTensor:
         """Wrap this rank's shard of gradient or state as a DTensor of global shape."""
         spec = self._specs.get(shard.dtype)

@@ -110,7 +110,9 @@ class _Recorder(TorchDispatchMode):
         if kind is not None:
             self._record(kind, {**_torch.named_arguments(func, args), **(kwargs or {})})
         self.recording.flops += operations_of(func, args, kwargs or {}, result)
-        self.recording.live.add_all(result)
+        for leaf in _torch.leaves_of(result):
+            if isinstance(leaf, torch.Tensor):
+                self.recording.live.add(leaf)
         return result
 
     def note_gathered(self) -> None:
@@ -180,11 +182,6 @@ class LiveBytes:
     def __init__(self) -> None:
         self.now = self.peak = 0
         self._storages: dict[int, weakref.ref[Any]] = {}
-
-    def add_all(self, result: Any) -> None:
-        for leaf in _torch.leaves_of(result):
-            if isinstance(leaf, torch.Tensor):
-                self.add(leaf)
 
     def add(self, tensor: torch.Tensor) -> None:
         if is_traceable_wrapper_subclass(tensor):
