@@ -507,7 +507,7 @@ def _may_fuse(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
 
 def _momentum_of_all_or_none(group: dict[str, Any], state: Any) -> bool:
     """Tell whether all parameters or none have momentum. torch 2.13's fused SGD raises otherwise: after unfreezing."""
-    begun = {"momentum_buffer" in state[p] if p in state else False for p in group["params"] if p.grad is not None}
+    begun = {"momentum_buffer" in state.get(p, {}) for p in group["params"] if p.grad is not None}
     return not group.get("momentum") or len(begun) < 2
 
 
