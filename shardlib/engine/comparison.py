@@ -119,8 +119,8 @@ class StepComparison:
             self.updates.wait()
         for axes in (self.data_axes, self.model_axes):
             if axes:
-                held, group = self._held_whole(axes), self.executor.group(axes)
-                yield partial(agree.weights_stay_equal, held, group, ", ".join(axes))
+                tensors, group = self._replicated_over(axes), self.executor.group(axes)
+                yield partial(agree.weights_stay_equal, tensors, group, ", ".join(axes))
 
     def _replicated_over(self, axes: tuple[str, ...]) -> dict[str, torch.Tensor]:
         """Return the tensors that ranks along some axes have in common, by name."""
