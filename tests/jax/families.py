@@ -143,7 +143,7 @@ def _compared(case: Case) -> dict[str, float]:
     dtype = getattr(torch, case.dtype)
     model = build().to(dtype)
     batches = [_of_dtype(batch_of(step), dtype) for step in range(case.steps)]
-    transforms = [eval(case.transform, {"zero": sl.zero})] if case.transform else []
+    transforms = [eval(case.transform, {"zero": sl.zero, "fsdp": sl.fsdp})] if case.transform else []
     fn, params = sj.compile_model(model, sj.make_mesh(case.mesh), transforms=transforms)
     losses, grads, trained = _train_jax(fn, params, batches)
     wanted, wanted_grads = _train_torch(model, batches)
