@@ -163,7 +163,6 @@ def _before_step(
     kind = _kind_of(type(optimizer), depth)
     if kind is None or optimizer in _stepping:
         return None
-    params = [p for group in optimizer.param_groups for p in group["params"]]
     closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer itself
     changed = None
     if closure is not None and kind != "unknown":
@@ -172,9 +171,13 @@ def _before_step(
         with torch.enable_grad():
             loss = closure()
         changed = (args[0], lambda: loss), {key: value for key, value in kwargs.items() if key != "closure"}
-    saved = _PREPARE[kind](optimizer, params)
-    if saved is not None:
-        saved.depth, _stepping[optimizer] = depth, saved
+    saved = _Saved(optimizer, depth)
+    try:
+        if _PREPARE[kind](optimizer, saved):
+            _stepping[optimizer] = saved
+    except BaseException:
+        saved.put_back(optimizer)
+        raise
     return changed
 
 
@@ -284,11 +287,10 @@ class _Saved:
         full_step: the step on full tensors, if any.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, params: list[torch.Tensor]) -> None:
-        self.params, self.groups, self.outer = params, optimizer.param_groups, optimizer.state
-        self.states = param_states_of(params)
+    def __init__(self, optimizer: torch.optim.Optimizer, depth: int) -> None:
+        self.groups, self.outer, self.depth = optimizer.param_groups, optimizer.state, depth
         self.options = [dict(group) for group in self.groups]
-        self.depth = 1
+        self.params: list[torch.Tensor] = [p for group in self.groups for p in group["params"]]
         self.updates: list[Updates] = []
         self.shards: dict[int, torch.Tensor] = {}
         self.copies: _Copies = {}
@@ -342,18 +344,8 @@ class _Saved:
             group.update({key: before[key] for key in ("params", "fused") if key in before})
 
 
-def _step_on_local_tensors(optimizer: torch.optim.Optimizer, params: list[torch.Tensor]) -> _Saved:
-    saved = _Saved(optimizer, params)
-    try:
-        _put_local_tensors(optimizer, saved)
-    except BaseException:
-        saved.put_back(optimizer)
-        raise
-    return saved
-
-
-def _put_local_tensors(optimizer: torch.optim.Optimizer, saved: _Saved) -> None:
-    """Replace the parameters of a step by leaves.
+def _step_on_local_tensors(optimizer: torch.optim.Optimizer, saved: _Saved) -> bool:
+    """Replace the parameters by leaves.
 
     Parameters that step on the host step here in pieces, if the optimizer itself counts nothing, as torch's do.
     """
@@ -380,6 +372,7 @@ def _put_local_tensors(optimizer: torch.optim.Optimizer, saved: _Saved) -> None:
             _step_piece(optimizer, saved, copies)
             stepped |= copies.keys()
     saved.put(optimizer, lambda p: None if id(p) in stepped else _leaf(p, optimizer.state, saved))
+    return True
 
 
 def _step_piece(optimizer: torch.optim.Optimizer, saved: _Saved, piece: _Copies) -> None:
@@ -412,13 +405,12 @@ PIECE_BYTES = 32 << 20
 """The size of a chunk of parameters that step on the host: enough for each copy to run at full speed."""
 
 
-def _step_on_owned_tensors(optimizer: torch.optim.Optimizer, params: list[torch.Tensor]) -> _Saved | None:
+def _step_on_owned_tensors(optimizer: torch.optim.Optimizer, saved: _Saved) -> bool:
     """Let each rank step the full tensors that it owns, where the plan splits some."""
-    states = param_states_of(params)
-    known = {p: states[id(p)] for p in params if p.grad is not None and id(p) in states}
+    known = {p: one for p in saved.params if p.grad is not None and (one := param_state_of(p)) is not None}
     if not any(one.has_sharded_state or one.master_dtype is not None or one.offloaded for one in known.values()):
-        return None
-    wait_for_updates(params)
+        return False
+    wait_for_updates(saved.params)
     state = {p: optimizer.state.get(p, {}) for p in known}
     for p, one in known.items():
         one.check_reduced()
@@ -426,14 +418,13 @@ def _step_on_owned_tensors(optimizer: torch.optim.Optimizer, params: list[torch.
             shard = _local_shard(one)
             low = offload.on_host(shard, one.device) if one.steps_on_host else shard
             state[p] = {**state[p], MASTER: _master(one, low, state[p])}
-    saved = _Saved(optimizer, params)
     saved.full_step = FullTensorStep([*known.values()])
     inner = saved.full_step.gather(state)
     leaves = saved.full_step.leaves
     saved.leaves = [(leaf, None, leaf) for leaf in leaves.values()]
     optimizer.state = defaultdict(dict, {p: value for p, value in saved.outer.items() if p not in known} | inner)
     saved.put(optimizer, lambda p: leaves.get(p) if p in known else p)
-    return saved
+    return True
 
 
 def _local_shard(param_state: ParamState) -> torch.Tensor:
@@ -445,10 +436,9 @@ def _local_shard(param_state: ParamState) -> torch.Tensor:
     return param_state.shard_spec.take(local, param_state.transport.index)
 
 
-def _step_on_gathered_gradients(optimizer: torch.optim.Optimizer, params: list[torch.Tensor]) -> _Saved | None:
+def _step_on_gathered_gradients(optimizer: torch.optim.Optimizer, saved: _Saved) -> bool:
     """Give full gradients to an optimizer of unknown kind, so that every rank makes the same step."""
-    states = param_states_of(params)
-    known = [states[id(p)] for p in params if id(p) in states]
+    known = [one for p in saved.params if (one := param_state_of(p)) is not None]
     refused = next(
         (
             one
@@ -466,15 +456,13 @@ def _step_on_gathered_gradients(optimizer: torch.optim.Optimizer, params: list[t
             f"tensor, shardlib.register_per_tensor({name}). Else train with zero(1) or zero(2), without precision and "
             "offload."
         )
-    saved = _Saved(optimizer, params)
-    for updates in updates_of(params):
+    for updates in updates_of(saved.params):
         updates.wait()
-        for param, grad in updates.full_gradients(params):
+        for param, grad in updates.full_gradients(saved.params):
             saved.gradients[param], param.grad = param.grad, grad
-    if not saved.gradients:
-        return None
-    _warn_of_full_state(type(optimizer).__qualname__)
-    return saved
+    if saved.gradients:
+        _warn_of_full_state(type(optimizer).__qualname__)
+    return bool(saved.gradients)
 
 
 @functools.cache
@@ -589,7 +577,8 @@ def _global_value(param_state: ParamState, before: Any, value: Any) -> Any:
     return value
 
 
-_PREPARE: dict[Optimizer, Callable[[torch.optim.Optimizer, list[torch.Tensor]], _Saved | None]] = {
+# Each replaces what a step needs otherwise, and tells whether it has.
+_PREPARE: dict[Optimizer, Callable[[torch.optim.Optimizer, _Saved], bool]] = {
     "elementwise": _step_on_local_tensors,
     "per_tensor": _step_on_owned_tensors,
     "unknown": _step_on_gathered_gradients,
