@@ -63,7 +63,7 @@ class Losses:
 
 @dataclass(eq=False)
 class Computation:
-    """What this rank computes in one step.
+    """The computation of this rank in one step.
 
     Attributes:
         model: the model, cut into stages; or a full model as the only stage.
