@@ -26,7 +26,7 @@ def expert_rows(rows: Iterable[Row], mesh: MeshShape) -> dict[str, list[Row]]:
     ['mlp']
     """
     found: dict[str, list[Row]] = {}
-    for row in rows:
+    for row in rows if mesh.expert_axes else ():
         if _axes(row, mesh):
             found.setdefault(row.name.rpartition(".")[0], []).append(row)
     return found

@@ -291,6 +291,7 @@ class _Saved:
         self.groups, self.outer, self.depth = optimizer.param_groups, optimizer.state, depth
         self.options = [dict(group) for group in self.groups]
         self.params: list[torch.Tensor] = [p for group in self.groups for p in group["params"]]
+        self.states = param_states_of(self.params)
         self.updates: list[Updates] = []
         self.shards: dict[int, torch.Tensor] = {}
         self.copies: _Copies = {}
@@ -407,7 +408,7 @@ PIECE_BYTES = 32 << 20
 
 def _step_on_owned_tensors(optimizer: torch.optim.Optimizer, saved: _Saved) -> bool:
     """Let each rank step the full tensors that it owns, where the plan splits some."""
-    known = {p: one for p in saved.params if p.grad is not None and (one := param_state_of(p)) is not None}
+    known = {p: saved.states[id(p)] for p in saved.params if p.grad is not None and id(p) in saved.states}
     if not any(one.has_sharded_state or one.master_dtype is not None or one.offloaded for one in known.values()):
         return False
     wait_for_updates(saved.params)
@@ -438,7 +439,7 @@ def _local_shard(param_state: ParamState) -> torch.Tensor:
 
 def _step_on_gathered_gradients(optimizer: torch.optim.Optimizer, saved: _Saved) -> bool:
     """Give full gradients to an optimizer of unknown kind, so that every rank makes the same step."""
-    known = [one for p in saved.params if (one := param_state_of(p)) is not None]
+    known = [saved.states[id(p)] for p in saved.params if id(p) in saved.states]
     refused = next(
         (
             one

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -100,7 +100,7 @@ class Layout:
         >>> Layout.replicate(2)
         Layout("_ _")
         """
-        return cls(tuple(plain() for _ in range(ndim)))
+        return _replicated(ndim)
 
     @property
     def text(self) -> str:
@@ -470,6 +470,11 @@ class Layout:
 @lru_cache(maxsize=65536)
 def _parse(text: str, sizes: tuple[tuple[str, int], ...]) -> Layout:
     return Layout(*_text.read(text, dict(sizes)))
+
+
+@cache
+def _replicated(ndim: int) -> Layout:
+    return Layout(tuple(plain() for _ in range(ndim)))
 
 
 @lru_cache(maxsize=65536)
