@@ -159,7 +159,7 @@ class FullTensorStep:
             param_state, row = one.param_state, one.param_state.row
             for key, (shape, dtype, value) in described[i].items():
                 if shape is not None:
-                    update = state_update(row, self.shape, shape)
+                    update = param_state.named(state_update(row, self.shape, shape))
                     size = update.target.local_shape(shape, self.shape, self.coordinates[self.rank])
                     local = torch.empty(size, dtype=dtype, device=param_state.state_device)
                     moves.append(_Move(one, update, local, full.get(i, {}).get(key)))

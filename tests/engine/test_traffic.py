@@ -183,6 +183,9 @@ def _carried(log: list[Call], model: torch.nn.Module) -> Sent:
     """The movements in calls of transports and in copies, by canonical names."""
     pipeline = record_of(model).pipeline
     names = {} if pipeline is None else pipeline.stages.names
+    if pipeline is None:  # a tensor that stages share may have a unit of its own on each
+        listed = {one.name: one.unit for one in sl.plan_of(model).movements()}
+        assert all(listed[one.name] == one.unit for each in log for one in each.carries)
     return Counter(
         (names.get(one.name, one.name), one.purpose, each.kind, each.axes) for each in log for one in each.carries
     )
