@@ -6,7 +6,6 @@ import contextlib
 import io
 import os
 import runpy
-import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,11 +26,9 @@ class Printed(NamedTuple):
 
 
 def run_script(script: Path, *options: str, processes: int) -> Printed:
-    """Return what the script prints on all ranks. Its ranks meet as it says, at a port that is free here."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
-    printed = shared_pool(processes).run(_as_main, str(script), options, port)
+    """Return what the script prints on all ranks. They meet at a store of this process, as at torchrun's."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    printed = shared_pool(processes).run(_as_main, str(script), options, store.port)
     return Printed(*map("".join, zip(*printed, strict=True)))
 
 
@@ -40,6 +37,7 @@ def _as_main(script: str, options: tuple[str, ...], port: int) -> Printed:
     dist.destroy_process_group()
     torch.seed()  # as a new process: each rank draws its own numbers
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RUN_ID="torchrun")
+    os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")
     if (state := sys.modules.get("accelerate.state")) is not None:  # as in a new process
         state.AcceleratorState._reset_state(reset_partial_state=True)
         state.GradientState._reset_state()
@@ -53,6 +51,8 @@ def _as_main(script: str, options: tuple[str, ...], port: int) -> Printed:
             raise
     finally:
         sys.argv = before
+        for name in ("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT"):
+            os.environ.pop(name, None)
     return Printed(out.getvalue(), err.getvalue())
 
 

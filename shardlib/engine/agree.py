@@ -185,10 +185,11 @@ def _unequal(by_rank: Sequence[Mapping[Any, Any]]) -> list[Any]:
 
 
 def _tensors_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    leaves = flatten_with_path({"args": args, "kwargs": dict(kwargs)})[0]
+    given = {"args": args, "kwargs": dict(kwargs)}
     return {
-        f"{path[0].key}{pytree.keystr(path[1:])}": leaf
-        for path, leaf in leaves
+        f"{kind}{pytree.keystr(path)}": leaf
+        for kind in given
+        for path, leaf in flatten_with_path(given[kind])[0]
         if isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor) and not leaf.is_meta
     }
 
