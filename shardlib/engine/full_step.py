@@ -18,7 +18,8 @@ from shardlib._mesh import MeshShape
 from shardlib._plan import Movement, Purpose, state_update
 from shardlib.engine import _torch, agree, offload
 from shardlib.engine.params import ParamState, local_of
-from shardlib.layout import Layout, put_shard
+from shardlib.layout import Layout
+from shardlib.layout._local import put_shard
 
 __all__ = ["MASTER", "FullTensorStep"]
 

@@ -137,11 +137,12 @@ def watch_optimizers(replaced: Mapping[torch.Tensor, str]) -> None:
 def _inspect(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Inspect an optimizer that begins to step; the first hook of every step in this process."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    records = [record for record in records_of(params) if record.looks_after_steps]
+    found = records_of(params)
+    records = [record for record in found if record.looks_after_steps]
     if _torch.depth_of_step(optimizer) == 1:
         if (raised := _stepping.pop(optimizer, None)) is not None:
             raised.put_back(optimizer)
-        known = param_states_of(params)
+        known = param_states_of(found)
         unknown = [p for p in params if id(p) not in known]
         _refuse_replaced(unknown, len(params))
         _refuse_incomplete_step(records, params)
@@ -207,7 +208,7 @@ def _after_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs:
     saved = _stepping.get(optimizer)
     if saved is None or saved.depth != _torch.depth_of_step(optimizer):
         return
-    inner = {**optimizer.state}
+    inner = {**optimizer.state} if saved.full_step is not None else {}
     _stepping.pop(optimizer).put_back(optimizer)
     # Backward through a graph from before the step raises, as on one device: local shards count their changes by
     # themselves, and the fused kernels count none (2.13.0).
@@ -291,7 +292,7 @@ class _Saved:
         self.groups, self.outer, self.depth = optimizer.param_groups, optimizer.state, depth
         self.options = [dict(group) for group in self.groups]
         self.params: list[torch.Tensor] = [p for group in self.groups for p in group["params"]]
-        self.states = param_states_of(self.params)
+        self.states = param_states_of(records_of(self.params))
         self.updates: list[Updates] = []
         self.shards: dict[int, torch.Tensor] = {}
         self.copies: _Copies = {}

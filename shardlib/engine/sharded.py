@@ -91,9 +91,9 @@ def param_state_of(param: torch.Tensor) -> ParamState | None:
     return None if record is None else record.param_states[id(param)]
 
 
-def param_states_of(params: Iterable[torch.Tensor]) -> dict[int, ParamState]:
-    """Return the states of all parameters of the models that some parameters belong to, by the parameter's id."""
-    return {key: one for record in records_of(params) for key, one in record.param_states.items()}
+def param_states_of(records: Iterable[Sharded]) -> dict[int, ParamState]:
+    """Return the states of all parameters of some models, by the parameter's id."""
+    return {key: one for record in records for key, one in record.param_states.items()}
 
 
 def records_of(params: Iterable[torch.Tensor]) -> list[Sharded]:

@@ -7,7 +7,6 @@ from torch.distributed.tensor import Replicate, Shard
 
 from shardlib.layout._dims import Dim, Factor
 from shardlib.layout._layout import Layout
-from shardlib.layout._local import put_shard
 from shardlib.layout._shard_spec import ShardSpec, shard_spec
 from shardlib.layout._transition import Collective, cost, transition
 
@@ -20,7 +19,6 @@ __all__ = [
     "Shard",
     "ShardSpec",
     "cost",
-    "put_shard",
     "shard_spec",
     "transition",
 ]

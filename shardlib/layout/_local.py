@@ -22,7 +22,7 @@ import torch
 from shardlib._mesh import MeshShape
 from shardlib.layout._dims import Dim
 
-__all__ = ["Slices", "dim_slices", "intervals", "put_shard"]
+__all__ = ["Slices", "dim_slices", "intervals", "put_shard", "runs"]
 
 Slices: TypeAlias = tuple[slice, ...]
 _Range: TypeAlias = tuple[int, int]
@@ -50,12 +50,12 @@ def dim_slices(dim: Dim, size: int, mesh: MeshShape, coordinate: Mapping[str, in
 
 def put_shard(full: torch.Tensor, slices: tuple[Slices, ...], shard: torch.Tensor) -> None:
     """Copy a local shard into the elements of the global tensor that it holds, dim by dim as `dim_slices`."""
-    for chosen in product(*map(_runs, slices)):
+    for chosen in product(*map(runs, slices)):
         full[tuple(there for there, _ in chosen)] = shard[tuple(here for _, here in chosen)]
 
 
-def _runs(slices: Slices) -> Iterator[tuple[slice, slice]]:
-    """Iterate over the slices of a global dim, each with the slice of the local dim that holds it."""
+def runs(slices: Slices) -> Iterator[tuple[slice, slice]]:
+    """Iterate over the slices of a dim that a rank holds, each with the slice of the rank's own part that it is."""
     done = 0
     for part in slices:
         size = part.stop - part.start

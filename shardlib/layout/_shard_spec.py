@@ -13,7 +13,7 @@ import torch
 from shardlib._mesh import MeshShape
 from shardlib.errors import LayoutError
 from shardlib.layout._layout import Layout
-from shardlib.layout._local import Slices
+from shardlib.layout._local import Slices, runs
 
 __all__ = ["ShardSpec", "shard_spec"]
 
@@ -75,11 +75,8 @@ class ShardSpec:
 
     def places(self, tensor: torch.Tensor, rank: int) -> Iterator[tuple[torch.Tensor, slice]]:
         """Iterate over the views of `tensor` that a rank's part fills, each with its slice of that part along `dim`."""
-        done = 0
-        for part in self.parts[rank]:
-            size = part.stop - part.start
-            yield tensor.narrow(self.dim, part.start, size), slice(done, done + size)
-            done += size
+        for part, chosen in runs(self.parts[rank]):
+            yield tensor.narrow(self.dim, part.start, part.stop - part.start), chosen
 
     def put(self, tensor: torch.Tensor, rank: int, part: torch.Tensor) -> None:
         """Copy a rank's part into `tensor`."""
