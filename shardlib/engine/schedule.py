@@ -9,7 +9,6 @@ next forward runs.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -20,7 +19,7 @@ from shardlib.engine.executor.gather import UpdateBucket
 from shardlib.engine.executor.reduce import AllReduceBucket, GradientBucket, ReduceBucket
 from shardlib.engine.sharded import records_of
 
-__all__ = ["Reductions", "RunOrder", "Updates", "updates_of", "wait_for_updates", "wait_in_model", "wait_in_modules"]
+__all__ = ["Reductions", "RunOrder", "Updates", "updates_of", "wait_for_updates", "wait_in_model"]
 
 T = TypeVar("T")
 
@@ -191,11 +190,6 @@ def wait_for_updates(params: Iterable[torch.Tensor]) -> None:
 def updates_of(params: Iterable[torch.Tensor]) -> list[Updates]:
     """Return the `Updates` of the models of some parameters."""
     return [record.updates for record in records_of(params) if record.updates is not None]
-
-
-def wait_in_modules(updates: Updates, deferred: Sequence[str]) -> dict[str, Callable[..., Any]]:
-    """Return, by module name, the wrappers of forward that wait for the module's own parameters."""
-    return {name: functools.partial(updates.call, name) for name in deferred}
 
 
 def wait_in_model(updates: Updates, model: nn.Module) -> list[Any]:

@@ -41,7 +41,7 @@ from shardlib.errors import ShardingError
 if TYPE_CHECKING:
     from shardlib.engine.gradients import GradientReducer
 
-__all__ = ["Units", "make_units", "unshard_in_modules"]
+__all__ = ["Units", "make_units"]
 
 _ALIGNMENT = 64  # bytes; kernels are fastest there
 # Advice in errors.
@@ -640,8 +640,3 @@ _OF_A_LEAF = {"__set__", "requires_grad_", "register_hook", "register_post_accum
 _OF_A_LEAF |= {"backward", "grad"}
 # Properties that return tensors, whose values would be read.
 _TENSOR_PROPERTIES = {"T", "mT", "H", "mH", "data", "real", "imag"}
-
-
-def unshard_in_modules(units: Units) -> dict[str, Callable[..., Any]]:
-    """Return, by module name, the wrappers of forward that run units with unsharded parameters."""
-    return {name: functools.partial(units.call, unit) for name, unit in units.units.items() if name}

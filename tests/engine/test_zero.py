@@ -23,7 +23,7 @@ from shardlib.testing.equivalence.measure import FLOAT64_LIMIT, distance, scale_
 from shardlib.testing.models import MLP, Numbers, Tokens, perturb, rules_for
 from shardlib.testing.strategies import ModelFactory
 from tests.engine.tiny import GPT, Lamb
-from tests.engine.whole import gradients
+from tests.engine.whole import gradients, values
 
 STAGES = {
     "zero(1)": sl.zero(1),
@@ -282,18 +282,32 @@ def test_a_stored_parameter_is_never_computed_with(ranks):
     ranks(2).run(_reads_a_stored_parameter)
 
 
-def _steps_on_local_gradients() -> None:
-    for stage in (1, 2):
-        model = _model(sl.zero(stage))
-        optimizer = torch.optim.AdamW(model.parameters())
-        with sl.no_sync(model):
-            _backward(model)
+def _steps_on_local_gradients(stage: int, kind: Any) -> None:
+    """The gradient of the last parameter is not reduced, so that the step raises when others have been replaced."""
+    model, twice = _model(sl.zero(stage)), _model(sl.zero(stage))
+    optimizers = [kind([p for p in one.parameters() if p.ndim == 2]) for one in (model, twice)]
+    groups, params = optimizers[1].param_groups, [*optimizers[1].param_groups[0]["params"]]
+    for step in range(2):
+        for one in (model, twice):
+            one.zero_grad()
+            _backward(one, step)
+        optimizers[0].step()
+        reduced, params[-1].grad = params[-1].grad, torch.zeros_like(params[-1])
         with pytest.raises(ShardingError, match="no_sync"):
-            optimizer.step()
+            optimizers[1].step()
+        assert optimizers[1].param_groups is groups
+        assert [*map(id, groups[0]["params"])] == [*map(id, params)]
+        assert {*optimizers[1].state} <= {*params}
+        params[-1].grad = reduced
+        optimizers[1].step()
+    for name, value in values(model).items():
+        assert torch.equal(value, values(twice)[name]), name
 
 
-def test_a_step_on_what_was_never_reduced_is_refused(ranks):
-    ranks(2).run(_steps_on_local_gradients)
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Muon])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_step_on_what_was_never_reduced_is_refused_and_changes_nothing(ranks, stage, kind):
+    ranks(2).run(_steps_on_local_gradients, stage, kind)
 
 
 class _Broken(torch.autograd.Function):

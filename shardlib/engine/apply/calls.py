@@ -17,6 +17,7 @@ recomputation, since a recomputed module needs unsharded parameters again.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -28,9 +29,9 @@ from shardlib.engine.compile import CompileReport, compile_blocks, run_eagerly, 
 from shardlib.engine.lost import watch_forward
 from shardlib.engine.pipeline.route import Route
 from shardlib.engine.recompute import recompute
-from shardlib.engine.schedule import Updates, wait_in_modules
+from shardlib.engine.schedule import Updates
 from shardlib.engine.undo import Undo
-from shardlib.engine.units import Units, unshard_in_modules
+from shardlib.engine.units import Units
 
 __all__ = ["compile_calls", "wrap_calls"]
 
@@ -67,8 +68,8 @@ def wrap_calls(
     """
     plain = units is None and route is None and rank_plan.model_mesh is None
     innermost_first: tuple[Mapping[str, Wrapper], ...] = (
-        unshard_in_modules(units) if units is not None else {},
-        wait_in_modules(updates, rank_plan.deferred) if updates is not None else {},
+        {name: partial(units.call, unit) for name, unit in units.units.items() if name} if units is not None else {},
+        {name: partial(updates.call, name) for name in rank_plan.deferred} if updates is not None else {},
         dict.fromkeys(recomputed, recompute),
         {"": watch_forward(rank_plan.ranks_of_forward)} if check else {},
         {} if plain else dict.fromkeys(["", *(units.units if units is not None else ())], run_eagerly),
