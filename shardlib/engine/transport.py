@@ -5,7 +5,7 @@ reduce-scatter sends as much as an all-reduce, and an all-gather takes twice the
 therefore sends each block directly to its owner, and the owner adds up. In both implementations a rank sends (n-1)/n of
 the elements (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", section 7).
 
-No other code that moves shards depends on the back end. The variable SHARDLIB_TRANSPORT overrides the implementation.
+No other code of the engine depends on the back end. The variable SHARDLIB_TRANSPORT overrides the implementation.
 Each call names the movements of the plan that it carries, so that the traffic of a step can be compared with the plan.
 """
 
@@ -15,6 +15,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import ClassVar
 
 import torch
@@ -35,6 +36,8 @@ __all__ = [
     "Workspace",
     "chosen",
     "exchange",
+    "has_tags",
+    "limit_of",
     "over",
 ]
 
@@ -84,7 +87,7 @@ class Handle:
 
     def wait(self) -> None:
         """Wait until all blocks have arrived; on an accelerator, let its current stream wait."""
-        _torch.wait_for(self.works, None if self.group is None else _torch.limit_of(self.group))
+        _torch.wait_for(self.works, None if self.group is None else limit_of(self.group))
 
 
 @dataclass(frozen=True)
@@ -295,6 +298,20 @@ def exchange(
     ops += [dist.P2POp(dist.irecv, tensor, ranks[source], group=group) for tensor, source in memory]
     works = dist.batch_isend_irecv(ops) if ops else []
     return Handle([tensor for tensor, _ in memory], [], works, group)
+
+
+def has_tags(group: dist.ProcessGroup) -> bool:
+    """Tell whether messages between two ranks of a group are matched by tags, and not by their order alone."""
+    return dist.get_backend(group) in (dist.Backend.GLOO, dist.Backend.FAKE)
+
+
+def limit_of(group: dist.ProcessGroup) -> timedelta | None:
+    """Return how long to wait for sends and receives of a group: no longer than the group's timeout.
+
+    By itself gloo (2.13.0) waits for these as long as the group was made to, whatever has been set since.
+    On NCCL, a wait with a timeout would hold up the host.
+    """
+    return _torch.timeout_of(group) if dist.get_backend(group) == dist.Backend.GLOO else None
 
 
 def _joined(blocks: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -69,6 +69,17 @@ def test_modules_of_a_room_import_each_other_in_no_circle(room: str):
     graphlib.TopologicalSorter(imported).prepare()  # raises CycleError with the circle
 
 
+def test_the_transport_alone_asks_for_the_back_end():
+    """But for the time limit of a fake group, which has none."""
+    asking = {
+        module
+        for module, tree in source.modules().items()
+        for node in ast.walk(tree)
+        if module.startswith("shardlib.engine.") and isinstance(node, ast.Attribute) and node.attr == "get_backend"
+    }
+    assert asking == {"shardlib.engine.transport", "shardlib.engine._torch.groups"}
+
+
 PROBE = """
 import json, os, sys, threading, warnings
 import numpy, torch, torch.distributed.tensor

@@ -60,7 +60,6 @@ __all__ = [
     "default_store",
     "flattened",
     "forget_meshes",
-    "limit_of",
     "new_group",
     "place_of_group",
     "process_groups",
@@ -116,15 +115,6 @@ def timeout_of(group: Any) -> timedelta | None:
         return group._get_backend(group._device_types[0]).options._timeout
     except (AttributeError, RuntimeError):
         return None
-
-
-def limit_of(group: Any) -> timedelta | None:
-    """Return how long `wait_for` waits for sends and receives of a group: no longer than the group's timeout.
-
-    By itself gloo (2.13.0) waits for these as long as the group was made to, whatever has been set since.
-    On NCCL, a wait with a timeout would hold up the host.
-    """
-    return timeout_of(group) if dist.get_backend(group) == dist.Backend.GLOO else None
 
 
 def wait_for(works: Iterable[dist.Work], limit: timedelta | None) -> None:

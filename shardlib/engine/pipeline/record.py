@@ -10,7 +10,6 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -21,6 +20,7 @@ from shardlib.engine.pipeline.shared import Shared, shared_parameters
 from shardlib.engine.pipeline.stages import Stages
 from shardlib.engine.pipeline.transport import Channels, Timetable
 from shardlib.engine.region import Casting
+from shardlib.engine.transport import has_tags
 from shardlib.engine.undo import Undo
 
 __all__ = ["Pipeline", "install_pipeline"]
@@ -63,8 +63,7 @@ def install_pipeline(
     `region` is the mesh of the model axes, if all of this rank's model computes on DTensors.
     """
     group = stages.pipeline_group
-    tagged = dist.get_backend(group) in (dist.Backend.GLOO, dist.Backend.FAKE)
-    lines = [] if tagged else MeshShape.of(stages.mesh).groups((stages.axis,))
+    lines = [] if has_tags(group) else MeshShape.of(stages.mesh).groups((stages.axis,))
     channels = Channels.open(group, lines, stages.device)
     route = Route(model, stages, casting, region)
     route.install(model, undo)

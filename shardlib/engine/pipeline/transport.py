@@ -28,7 +28,7 @@ from shardlib.engine import _torch
 from shardlib.engine.groups import group_of
 from shardlib.engine.pipeline.route import StageBoundary
 from shardlib.engine.pipeline.stages import Stages
-from shardlib.engine.transport import exchange
+from shardlib.engine.transport import exchange, limit_of
 
 __all__ = ["Channels", "Timetable", "Transport"]
 
@@ -139,7 +139,7 @@ class Transport:
 
     def __init__(self, channels: Channels, timetable: Timetable, device: torch.device) -> None:
         self.channels, self.timetable, self.device = channels, timetable, device
-        self._ranks, self._limit = dist.get_process_group_ranks(channels.group), _torch.limit_of(channels.group)
+        self._ranks, self._limit = dist.get_process_group_ranks(channels.group), limit_of(channels.group)
         self._coming = {source: deque(messages) for source, messages in timetable.coming.items()}
         self._posted: dict[Action, tuple[list[torch.Tensor], list[dist.Work]]] = {}
         self._sending: list[tuple[list[dist.Work], list[torch.Tensor]]] = []
