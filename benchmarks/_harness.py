@@ -1,4 +1,4 @@
-"""Several ways to take the same training step, alternated step by step in one group of processes.
+"""Several ways to take the same training step, which alternate in one group of processes.
 
 Alternation is what makes the ratios trustworthy on a machine that does other things too: whatever slows one round
 slows every variant of that round. Processor time is shown beside it: it says what a step costs when ranks do not
@@ -74,7 +74,8 @@ def fused(name: str) -> str:
 
 @dataclass
 class Record:
-    """What one variant did in each round: milliseconds of each part, processor time, loss, bytes that sockets sent."""
+    """What one variant did in each round, for a step of it: milliseconds of each part, processor time, bytes that
+    sockets sent; and the loss of every step."""
 
     ms: dict[str, list[float]] = field(default_factory=lambda: {part: [] for part in PARTS})
     cpu_ms: list[float] = field(default_factory=list)
@@ -128,16 +129,17 @@ class Trainee:
             if i == 0:
                 self.record.first_step_seconds = time.perf_counter() - start
 
-    def measure(self, batch: Batch) -> None:
+    def measure(self, data: list[Batch]) -> None:
+        """Take some steps, one after another."""
         dist.barrier()
         sent, cpu = bytes_sent(), time.process_time()
-        loss, parts = self.step(batch)
-        self.record.cpu_ms.append(1e3 * (time.process_time() - cpu))
+        losses, parts = zip(*map(self.step, data), strict=True)
+        self.record.cpu_ms.append(1e3 * (time.process_time() - cpu) / len(data))
         dist.barrier()
-        self.record.sent.append(bytes_sent() - sent)
-        self.record.losses.append(loss)
-        for part, ms in zip(PARTS, parts, strict=True):
-            self.record.ms[part].append(ms)
+        self.record.sent.append((bytes_sent() - sent) // len(data))
+        self.record.losses += losses
+        for part, ms in zip(PARTS, zip(*parts, strict=True), strict=True):
+            self.record.ms[part].append(statistics.fmean(ms))
 
 
 Explain = Callable[[list[dict[str, Any]]], list[str]]
@@ -162,7 +164,8 @@ def compare(
         records = run_variants(chosen, sizes[name], rounds=rounds, seed=seed)
         check_losses(chosen, records)
         rows = results[name] = summary(chosen, records)
-        title = f"{name}: {rounds} rounds, {dist.get_world_size()} ranks, {chosen[0].name} = 1"
+        what = f"{rounds} rounds of {sizes[name].burst} steps, {dist.get_world_size()} ranks"
+        title = f"{name}: {what}, {chosen[0].name} = 1"
         console().print(table(title, rows), *beside(rows), *explain(rows), sep="\n", soft_wrap=True)
     return results
 
@@ -180,14 +183,15 @@ def choose(variants: list[Variant], only: list[str] | None) -> list[Variant]:
 def run_variants(variants: list[Variant], size: Size, *, rounds: int, seed: int) -> dict[str, Record]:
     """Train all variants on the same batches; records hold the slowest rank's times and the mean loss over ranks."""
     at_rest, live_at_rest = resident("VmRSS"), live()
-    data = list(batches(size, WARM_UP + rounds, seed=seed))
+    data = list(batches(size, WARM_UP + rounds * size.burst, seed=seed))
     trainees = {variant.name: Trainee(variant, size) for variant in variants}
     for trainee in trainees.values():
         trainee.warm_up(data[:WARM_UP])
     reset_peak()
-    for batch, order in zip(data[WARM_UP:], alternate(list(trainees), rounds), strict=True):
+    bursts = (data[start : start + size.burst] for start in range(WARM_UP, len(data), size.burst))
+    for burst, order in zip(bursts, alternate(list(trainees), rounds), strict=True):
         for name in order:
-            trainees[name].measure(batch)
+            trainees[name].measure(burst)
     records = {name: trainee.record for name, trainee in trainees.items()}
     if len(variants) == 1:
         records[variants[0].name].peak_megabytes = resident("VmHWM") - at_rest

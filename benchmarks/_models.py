@@ -14,7 +14,7 @@ Batch = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Size:
-    """`rows` is the batch of one data rank; `rounds` how often a benchmark measures each variant."""
+    """`rows` is the batch of one data rank; a benchmark measures each variant in `rounds` rounds of `burst` steps."""
 
     embed: int
     layers: int
@@ -23,10 +23,11 @@ class Size:
     seq: int
     rows: int
     rounds: int
+    burst: int = 1
 
 
 SIZES = {
-    "tiny": Size(embed=64, layers=2, heads=4, vocab=512, seq=64, rows=2, rounds=400),
+    "tiny": Size(embed=64, layers=2, heads=4, vocab=512, seq=64, rows=2, rounds=60, burst=10),
     "d512": Size(embed=512, layers=6, heads=8, vocab=4096, seq=256, rows=2, rounds=30),
 }
 
