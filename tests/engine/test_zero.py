@@ -568,8 +568,8 @@ def _undefined(mesh: str, rules: Any, stage: str | None, order_of_one: float = 0
 
 @pytest.mark.parametrize(("mesh", "rules", "stage"), _WITHOUT_GRADIENT)
 def test_a_backward_that_returns_no_gradient_leaves_a_parameter_as_on_one_device(ranks, mesh, rules, stage):
-    for total, values in ranks(2).run(_undefined, mesh, rules, stage):
-        assert not total and values == [1.0, 2.0, 3.0, 4.0]
+    for total, scale in ranks(2).run(_undefined, mesh, rules, stage):
+        assert not total and scale == [1.0, 2.0, 3.0, 4.0]
 
 
 @pytest.mark.parametrize("stage", [None, "zero(1)", "zero(2)", "zero(3)"])

@@ -105,6 +105,14 @@ def test_two_rules_that_disagree() -> None:
     )
 
 
+@pytest.mark.parametrize("key", ["*", "**"])
+def test_a_rule_for_all_beside_others(key: str) -> None:
+    assert refused({key: None}).endswith(
+        f'; rule "{key}": "replicate" gives "_ _". "{key}" matches every tensor: leave it out, and replicate what no '
+        'rule matches by Rules(..., unmatched="replicate").'
+    )
+
+
 def test_a_split_inside_of_pieces_is_not_a_plain_split() -> None:
     assert refused({"attn.qkv.bias": "features@tp"}) == (
         '"blocks.0.attn.qkv.bias", global shape (48,), is given two layouts: rule "attn.qkv": "(qkv heads@tp head)" '
