@@ -48,13 +48,13 @@ def conflicting_layouts(name: str, global_shape: tuple[int, ...], first: Claim, 
             f"For the first, {claims[0]}; for the second, {claims[1]}. Give both the same layout, or give a rule to "
             "one of them only."
         )
-    catch_all = next((each.entry.key for each in (first, second) if each.entry.key in ("*", "**")), None)
-    advice = (
-        f'Narrow one of the patterns, or let the later rule win with override=("{second.entry.key}",).'
-        if catch_all is None
-        else f'"{catch_all}" matches every tensor: leave it out, and replicate what no rule matches by '
-        'Rules(..., unmatched="replicate").'
-    )
+    key = second.entry.key
+    advice = f'Narrow one of the patterns, or let the later rule win with override=("{key}",).'
+    if key in ("*", "**") and not second.layout.axes:  # it would win everywhere
+        advice = (
+            f'"{key}" matches every tensor: leave it out, and replicate what no rule matches by '
+            'Rules(..., unmatched="replicate").'
+        )
     return RuleError(f'"{name}", global shape {global_shape}, is given two layouts: {claims[0]}; {claims[1]}. {advice}')
 
 

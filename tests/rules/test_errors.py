@@ -113,6 +113,13 @@ def test_a_rule_for_all_beside_others(key: str) -> None:
     )
 
 
+def test_a_rule_after_one_for_all_may_win() -> None:
+    rules = Rules({"*": None, "mlp.up": "colwise"})
+    assert message(lambda: rules.resolve(on_meta(Tiny), "tp=2")).endswith(
+        'Narrow one of the patterns, or let the later rule win with override=("mlp.up",).'
+    )
+
+
 def test_a_split_inside_of_pieces_is_not_a_plain_split() -> None:
     assert refused({"attn.qkv.bias": "features@tp"}) == (
         '"blocks.0.attn.qkv.bias", global shape (48,), is given two layouts: rule "attn.qkv": "(qkv heads@tp head)" '
