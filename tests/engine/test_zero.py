@@ -300,8 +300,9 @@ def _steps_on_local_gradients(stage: int, kind: Any) -> None:
         assert {*optimizers[1].state} <= {*params}
         params[-1].grad = reduced
         optimizers[1].step()
-    for name, value in values(model).items():
-        assert torch.equal(value, values(twice)[name]), name
+    expected, found = values(model), values(twice)
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Muon])
