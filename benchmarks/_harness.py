@@ -74,8 +74,8 @@ def fused(name: str) -> str:
 
 @dataclass
 class Record:
-    """What one variant did in each round, for a step of it: milliseconds of each part, processor time, bytes that
-    sockets sent; and the loss of every step."""
+    """Keeps the measurements of one variant: for each round the means of a step (milliseconds of each part, processor
+    time, bytes that sockets sent), and the loss of every step."""
 
     ms: dict[str, list[float]] = field(default_factory=lambda: {part: [] for part in PARTS})
     cpu_ms: list[float] = field(default_factory=list)
