@@ -25,7 +25,7 @@ from shardlib._mesh import MeshShape
 from shardlib._plan.rows import Row
 from shardlib._plan.schedules import splits_backward
 from shardlib._plan.step import Step
-from shardlib._plan.units import UNBUCKETED_BYTES, unit_of
+from shardlib._plan.units import unit_of
 from shardlib.errors import LayoutError
 from shardlib.layout import Collective, Layout, cost, shard_spec, transition
 
@@ -205,7 +205,7 @@ def _unshard(row: Row, mesh: MeshShape, step: Step) -> Iterator[Movement]:
     passes = step.accumulate * (step.microbatches or 1 if reshards else 1)  # through a pipeline
     stored, compute, dtype = _phase(row, row.stored), _phase(row, row.compute), _dtype(row, row.compute)
     forward = _movement(row, mesh, "parameters, forward", stored, compute, dtype, "step begins", "forward", passes)
-    forward = replace(forward, unbucketed=_is_unbucketed(row, compute, stored, mesh))
+    forward = replace(forward, unbucketed=_is_unbucketed(row, compute, stored, mesh, step))
     yield forward
     if reshards:
         yield replace(forward, purpose="parameters, backward", needed="backward")
@@ -221,7 +221,7 @@ def _reduce(row: Row, mesh: MeshShape, step: Step, holders: int) -> Iterator[Mov
     reduced, dtype, end = _reduced(row), _dtype(row, row.grad), _end(row, mesh)
     passes = 1 if end == "step ends" else step.accumulate
     travels = step.reduce_dtype or dtype
-    alone = travels == made.dtype and _is_unbucketed(row, _phase(row, row.compute), reduced, mesh)
+    alone = travels == made.dtype and _is_unbucketed(row, _phase(row, row.compute), reduced, mesh, step)
     reduction = _movement(row, mesh, "gradients", made, reduced, travels, "gradient", end, passes)
     yield replace(reduction, unbucketed=alone)
     if holders > 1:
@@ -253,7 +253,7 @@ def _step(row: Row, mesh: MeshShape, step: Step, optimizer: Optimizer, shapes: S
     yield _movement(row, mesh, "gradients, step", reduced, state, dtype, end, "optimizer")
     back: Event = "forward" if step.overlap else "step ends"
     update = _movement(row, mesh, "updated parameters", state, stored, low, "optimizer", back)
-    yield replace(update, unbucketed=_is_unbucketed(row, stored, state, mesh))
+    yield replace(update, unbucketed=_is_unbucketed(row, stored, state, mesh, step))
 
 
 def needs_owner(row: Row, mesh: MeshShape) -> bool:
@@ -337,8 +337,8 @@ def _count(layout: Layout, mesh: MeshShape) -> int:
     return math.prod(mesh[axis] for axis in layout.axes)
 
 
-def _is_unbucketed(row: Row, full: Layout, shards: Layout, mesh: MeshShape) -> bool:
-    if full.local_bytes(row.global_shape, row.dtype, mesh) < UNBUCKETED_BYTES:
+def _is_unbucketed(row: Row, full: Layout, shards: Layout, mesh: MeshShape, step: Step) -> bool:
+    if full.local_bytes(row.global_shape, row.dtype, mesh) < step.unbucketed_bytes:
         return False
     try:
         spec = shard_spec(full, shards, row.global_shape, mesh, dict.fromkeys(mesh.names, 0))

@@ -47,6 +47,8 @@ class Step:
     Attributes:
         accumulate: number of microbatches whose gradients are accumulated in one step.
         bucket_mb: size of one collective's bucket, in MiB.
+        unbucketed_mb: size in MiB from which a tensor travels by itself, since copying it into a bucket would cost more
+            than one more message, and from which units are not joined.
         reduce_dtype: dtype in which gradients are reduced between ranks; None is the gradient's own.
         autocast: dtype of `torch.autocast` in forward; None is off.
         scaler: the scale of the loss, or None.
@@ -63,6 +65,7 @@ class Step:
 
     accumulate: int = 1
     bucket_mb: float = 25
+    unbucketed_mb: float = 1
     reduce_dtype: torch.dtype | None = None
     autocast: torch.dtype | None = None
     scaler: LossScale | None = None
@@ -75,13 +78,24 @@ class Step:
     capacity_factor: float | None = None
 
     def __post_init__(self) -> None:
-        if not self.bucket_mb > 0:
-            raise PlanError(f"bucket_mb={self.bucket_mb!r} was given; give a positive number of megabytes, such as 25.")
+        for name, usual in (("bucket_mb", 25), ("unbucketed_mb", 1)):
+            if not (value := getattr(self, name)) > 0:
+                raise PlanError(f"{name}={value!r} was given; give a positive number of megabytes, such as {usual}.")
 
     @property
     def bucket_bytes(self) -> int:
         """The size of one collective's bucket, in bytes."""
         return int(self.bucket_mb * 2**20)
+
+    @property
+    def unbucketed_bytes(self) -> int:
+        """The size from which a tensor travels by itself, in bytes."""
+        return int(self.unbucketed_mb * 2**20)
+
+    @property
+    def joined_bytes(self) -> int:
+        """The size up to which small units are joined, in bytes."""
+        return min(self.bucket_bytes, self.unbucketed_bytes)
 
     def replace(self, **changes: Any) -> Step:
         """Return a copy with some fields changed.

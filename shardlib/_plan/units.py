@@ -6,10 +6,7 @@ from collections.abc import Callable, Container, Iterable, Mapping
 
 from torch import nn
 
-__all__ = ["UNBUCKETED_BYTES", "find_repeated", "find_units", "join_small", "unit_of"]
-
-UNBUCKETED_BYTES = 1 << 20
-"""A tensor of at least this size is not bucketed: copying it into a bucket would cost more than one more message."""
+__all__ = ["find_repeated", "find_units", "join_small", "unit_of"]
 
 
 def find_repeated(model: nn.Module) -> tuple[str, ...]:
@@ -62,18 +59,17 @@ def unit_of(names: Iterable[str], units: Container[str]) -> str:
     return found.pop() if len(found) == 1 else ""
 
 
-def join_small(sizes: Mapping[str, int], key: Callable[[str], object], bucket_bytes: int) -> list[tuple[str, ...]]:
-    """Join consecutive small units, which are then gathered together, until they fill a bucket.
+def join_small(sizes: Mapping[str, int], key: Callable[[str], object], limit: int) -> list[tuple[str, ...]]:
+    """Join consecutive small units, which are then gathered together, until they are large enough.
 
     Args:
         sizes: bytes of each unit, in the model's order.
         key: neighbours are joined only if they have the same key.
-        bucket_bytes: the size of a bucket; from the size on at which a tensor moves unbucketed, units are not joined.
+        limit: bytes from which units are not joined: `Step.joined_bytes`.
 
     >>> join_small({"a": 10, "b": 10, "c": 90, "d": 90, "e": 5}, lambda unit: None, 100)
     [('a', 'b', 'c'), ('d', 'e')]
     """
-    limit = min(UNBUCKETED_BYTES, bucket_bytes)
     joined: list[list[str]] = []
     filled = 0
     for unit, size in sizes.items():

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from shardlib._mesh import MeshShape
 from shardlib._plan.movements import Movement
 from shardlib._plan.step import Step
-from shardlib._plan.units import UNBUCKETED_BYTES, join_small
+from shardlib._plan.units import join_small
 from shardlib.layout import Layout
 
 __all__ = ["workspace_bytes"]
@@ -39,7 +39,7 @@ def _unsharded(movements: Iterable[Movement], mesh: MeshShape, units: Sequence[s
             sizes[one.unit] = sizes.get(one.unit, 0) + size
             small[one.unit] = small.get(one.unit, 0) + (0 if _in_place(one, one.source, mesh) else size)
     ordered = {unit: sizes[unit] for unit in units if unit in sizes}
-    joined = join_small(ordered, resharded.__contains__, step.bucket_bytes)
+    joined = join_small(ordered, resharded.__contains__, step.joined_bytes)
     turns = [sum(sizes[unit] for unit in one) for one in joined if one[0] in resharded]
     yield sum(size for unit, size in sizes.items() if unit not in resharded)
     yield from (max(turns[start::2], default=0) for start in (0, 1))
@@ -50,7 +50,7 @@ def _unsharded(movements: Iterable[Movement], mesh: MeshShape, units: Sequence[s
 def _gradients(movements: Iterable[Movement], mesh: MeshShape, step: Step) -> int:
     """Return the bytes of received shards and of packed buckets, for as many as can be in flight."""
     limit = step.bucket_bytes
-    costs, small, largest = [], dict[tuple[int, bool], int](), UNBUCKETED_BYTES
+    costs, small, largest = [], dict[tuple[int, bool], int](), step.unbucketed_bytes
     for one in movements:
         count = _shards(one.target, one.source, mesh)
         if one.purpose != "gradients" or count == 1:  # an all-reduce needs no workspace

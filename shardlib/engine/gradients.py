@@ -42,7 +42,7 @@ from shardlib.errors import ShardingError
 
 __all__ = ["Aside", "GradientBucket", "GradientReducer", "begin_hook"]
 
-# The gradient of this rank's examples, and this rank's shard of the reduced gradient.
+# The gradient of this rank's examples, and the reduced gradient.
 Aside = tuple[torch.Tensor | None, torch.Tensor | None]
 
 
@@ -82,6 +82,7 @@ class GradientReducer:
         self.reductions = Reductions(bucket_bytes, self._agree_on_missing)
         self.enabled = True
         self.compare: Callable[[], None] | None = None  # called before each backward pass
+        self.order_of_units: Callable[[], int] | None = None  # a number that tells orders of units apart
         self._keeping = False  # whether gradients stay unreduced until `reduce_now`
         self._everyone, self._end_pass, self._end_step = everyone, end_pass, end_step
         self._slots = [Slot(one, i) for i, one in enumerate(param_states)]
@@ -97,14 +98,28 @@ class GradientReducer:
         self._pass = 0
         self._closing = False  # whether this backward pass is the last of several in a step
         self._used: list[bool] | None = None
-        self._handles: dict[int, list[Any]] = {}
-        self._converting: list[Any] = []
+        self._handles: list[Any] = []
+        self._listen()
         self._left_out = self._slots  # in no bucket: frozen when buckets were laid out
-        self.notice_unfrozen()
+        self._notice_unfrozen()
+
+    def _listen(self) -> None:
+        """Register hooks on all parameters, also on those that are frozen and may be thawed."""
+        this = weakref.ref(self)
+        for slot in self._slots:
+            param = slot.param_state.param
+            if slot.param_state.is_stored_sharded or not (param.is_floating_point() or param.is_complex()):
+                continue
+            frozen = not param.requires_grad
+            param.requires_grad_(True)  # torch registers hooks on no other tensor
+            self._handles.append(param.register_post_accumulate_grad_hook(_accumulation_hook(this)))
+            if slot.param_state.shard_spec is not None:
+                self._handles.append(param.register_hook(begin_hook(this)))
+            param.requires_grad_(not frozen)
 
     def remove(self) -> None:
         """Remove all hooks from the parameters."""
-        for handle in (*(h for handles in self._handles.values() for h in handles), *self._converting):
+        for handle in self._handles:
             handle.remove()
 
     @property
@@ -163,18 +178,11 @@ class GradientReducer:
         """Whether the last backward pass has raised: autograd has dropped the callback at its end."""
         return self._ending is not None and self._ending() is None
 
-    def notice_unfrozen(self) -> None:
+    def _notice_unfrozen(self) -> None:
         """Include parameters that have begun to require gradients since; lay buckets out again if there are any."""
         unfrozen = [slot for slot in self._left_out if slot.param_state.param.requires_grad]
         if not unfrozen:
             return
-        this = weakref.ref(self)
-        for slot in unfrozen:
-            param = slot.param_state.param
-            if id(param) not in self._handles and not slot.param_state.is_stored_sharded:
-                self._handles[id(param)] = [param.register_post_accumulate_grad_hook(_accumulation_hook(this))]
-                if slot.param_state.shard_spec is not None:
-                    self._handles[id(param)].append(param.register_hook(begin_hook(this)))
         self._learned = False
         for slot in unfrozen:
             slot.param_state.expect_gradient(slot.param_state.row.partial)
@@ -210,12 +218,13 @@ class GradientReducer:
             return
         if self._has_raised:
             self._drop_pending()
+        self._notice_unfrozen()
         if self.compare is not None:
             self.compare()
         if not self.listens:
             return
         ending = functools.partial(self._finish)
-        self._ending = weakref.ref(ending)
+        self._ending = weakref.ref(ending, _raised_callback(weakref.ref(self)))
         self._set_reduced_aside()
         self._begin()
         self._average_returned()
@@ -250,7 +259,17 @@ class GradientReducer:
             handle.remove()
         self._pass_hooks = []
 
+    def _give_back(self) -> None:
+        """Let `p.grad` be what it was, with what the pass has made, as soon as the pass has raised.
+
+        Nothing is waited for here: another rank may be gone. Gradients of parameters that are stored in shards, of
+        which a part is reduced, are dropped.
+        """
+        self.reductions.give_back()
+        self._set_grad()
+
     def _drop_pending(self) -> None:
+        """Drop what a pass that has raised has left, before the next one begins."""
         self._remove_pass_hooks()
         self.reductions.drop()
         for slot in self._slots:
@@ -355,6 +374,7 @@ class GradientReducer:
         if isinstance(param.grad, DTensor) and not isinstance(param, DTensor):
             self._unwrap_gradients_of(param)
         self.begin()
+        self.reductions.begin_full()  # not the bucket of this gradient, of which more hooks may run
         if self.enabled and param.grad is not None:  # a backward function may return no gradient
             self._take(self._slot_of[id(param)])
 
@@ -383,8 +403,16 @@ class GradientReducer:
             slot.add(grad)
             if grad is not None:
                 self._take(slot)
+        self.reductions.begin_full()
         reduced = self._reduced_at_once(urgent)
         return [reduced.get(id(one)) for one in param_states]
+
+    def take_apart(self, param_state: ParamState, grad: torch.Tensor) -> None:
+        """Take a gradient of a parameter that is stored in shards from a reader outside of its unit."""
+        (reduced,) = self.take_unsharded([param_state], [grad], [False])
+        if reduced is not None:
+            before = param_state.param.grad
+            param_state.param.grad = reduced if before is None else before + reduced  # type: ignore[assignment]
 
     def _reduced_at_once(self, slots: Sequence[Slot]) -> dict[int, torch.Tensor]:
         """Return shards of the mean, by the id of the parameter state, where any rank has a gradient.
@@ -418,7 +446,7 @@ class GradientReducer:
         }
 
     def _take(self, slot: Slot) -> None:
-        """Note that a gradient is complete; send its bucket when that is full."""
+        """Note that a gradient is complete."""
         if not self._learned:
             self._arrived[slot.index] = slot.param_state.partial_axes(slot.unreduced)
         bucket = slot.bucket
@@ -434,8 +462,6 @@ class GradientReducer:
         if not slot.filled:
             slot.filled = True
             bucket.missing -= 1
-            if bucket.missing == 0:
-                self.reductions.begin_full()
 
     def _unwrap_gradients_of(self, param: nn.Parameter) -> None:
         """Convert DTensor gradients of a plain parameter to full tensors from now on.
@@ -444,7 +470,7 @@ class GradientReducer:
         """
         assert param.grad is not None
         param.grad = to_full_tensor(param.grad)
-        self._converting.append(param.register_hook(to_full_tensor))
+        self._handles.append(param.register_hook(to_full_tensor))
 
     @naming_lost_ranks("backward")
     def _finish(self) -> None:
@@ -484,9 +510,20 @@ class GradientReducer:
         In a dry run nothing can be counted, and all ranks are taken to have the same gradients.
         """
         if _torch.has_values(count) and count.item():
-            used = torch.tensor([float(slot.filled) for slot in self._slots], device=count.device)
-            self.executor.transport(self.data_axes).all_reduce(used).wait()
-            self._used = [number > 0 for number in used.tolist()]
+            used = [float(slot.filled) for slot in self._slots]
+            order = 0 if self.order_of_units is None else self.order_of_units() % 1024
+            sums = torch.tensor([*used, order, order**2], dtype=torch.float64, device=count.device)
+            transport = self.executor.transport(self.data_axes)
+            transport.all_reduce(sums).wait()
+            *numbers, total, squares = sums.tolist()
+            if squares * transport.count != total**2:  # equal only where all ranks have the same number
+                raise ShardingError(
+                    "Data ranks ran other modules, or in another order, while the plan stores parameters in shards: "
+                    "each rank gathers what the others gather at the same time, and has computed with the weights of "
+                    "another module. Run the same modules on every rank, as by adding 0 * module(x); or keep "
+                    "parameters full between steps: zero(2)."
+                )
+            self._used = [number > 0 for number in numbers]
 
     def _is_used(self, slot: Slot) -> bool:
         return slot.filled or (self._used is not None and self._used[slot.index])
@@ -562,21 +599,16 @@ def _bucket_key(param_state: ParamState) -> tuple[Any, ...]:
 def _set_reduced_aside(slot: Slot) -> None:
     """Move a reduced gradient away from `p.grad`: a full gradient cannot be accumulated into a shard."""
     param_state, grad = slot.param_state, slot.param_state.param.grad
-    slot.accumulated = None  # of a pass that raised
-    if grad is None or param_state.is_stored_sharded:
+    if grad is None or param_state.is_stored_sharded or not param_state.is_local_shard(grad):
         return
-    if param_state.shard_spec is None:
-        if param_state.is_local_shard(grad) and isinstance(param_state.param, DTensor):
-            param_state.param.grad = _torch.wrap(local_of(grad), _torch.spec_of(param_state.param))  # type: ignore[arg-type,assignment]
-        return
-    if param_state.is_local_shard(grad):
-        shard = local_of(grad)
-        slot.accumulated = shard.clone() if slot.in_bucket or param_state.keeps_gradient else shard
-        param_state.param.grad = None
+    if param_state.shard_spec is not None:
+        slot.accumulated, param_state.param.grad = grad, None
+    elif isinstance(param_state.param, DTensor):
+        param_state.param.grad = _torch.wrap(local_of(grad), _torch.spec_of(param_state.param))  # type: ignore[arg-type,assignment]
 
 
 def _set_grad(slot: Slot, passes: int) -> None:
-    """Set `param.grad` after a pass: to the accumulated shard, or to this rank's full gradient if not reduced yet.
+    """Set `param.grad` after a pass: to the accumulated gradient, or to this rank's full one if not reduced yet.
 
     The accumulated shard of an earlier mean is added to the full gradient, scaled so that the later mean contains it
     once.
@@ -586,13 +618,23 @@ def _set_grad(slot: Slot, passes: int) -> None:
         return
     slot.accumulated, full = None, param_state.param.grad
     if full is None:
-        param_state.param.grad = param_state.wrap(accumulated)  # type: ignore[assignment]
+        param_state.param.grad = accumulated  # type: ignore[assignment]
         return
     assert param_state.shard_spec is not None and param_state.transport is not None
     factor = passes * param_state.transport.count / _summands(full)
     for target, chosen in param_state.shard_spec.places(local_of(full), param_state.transport.index):
-        shard = accumulated.narrow(param_state.shard_spec.dim, chosen.start, chosen.stop - chosen.start)
+        shard = local_of(accumulated).narrow(param_state.shard_spec.dim, chosen.start, chosen.stop - chosen.start)
         target.add_(shard.to(target.device), alpha=factor)
+
+
+def _raised_callback(reducer: weakref.ref[GradientReducer]) -> Callable[[Any], None]:
+    """Return a function that is called when autograd drops the end of a backward pass, which has raised."""
+
+    def raised(_ending: Any) -> None:
+        if (alive := reducer()) is not None:
+            alive._give_back()
+
+    return raised
 
 
 def _accumulation_hook(reducer: weakref.ref[GradientReducer]) -> Callable[[nn.Parameter], None]:

@@ -1,10 +1,12 @@
 """Step any `torch.optim` optimizer on sharded parameters at the speed of plain tensors.
 
 Element-wise optimizers compute every element of the update from the same element of parameter, gradient and state, so
-that stepping on local shards is exact. While such an optimizer steps, its parameters and state are the local tensors;
-before and after, they are DTensors with global shapes. Where the plan splits state over data axes, each rank steps on
-its shard of a parameter, and the shards are gathered afterwards. An optimizer that is not known to be element-wise
-steps on DTensors, and on full gradients.
+that stepping on local shards is exact. The step that torch defines then runs on a *stand-in* of the optimizer: an
+object of the same class with the same attributes, whose `param_groups` and `state` have local tensors. The optimizer
+itself keeps the parameters of the model, and state that is DTensors with global shapes, so that nothing has to be put
+back where a step raises. Where the plan splits state over data axes, each rank steps on its shard of a parameter, and
+the shards are gathered afterwards. An optimizer that is not known to be element-wise steps on DTensors, and on full
+gradients.
 
 Only a step that torch defines, or that is registered here, sees local tensors. A user's own hooks, and a subclass that
 edits gradients and then calls `super().step()`, see the parameters of the model. One hook, the first of all, inspects
@@ -68,7 +70,6 @@ FUSED_SGD_DTYPES = {torch.float32, torch.float64}
 _STEP = torch.zeros((), dtype=torch.float32)  # the kind of step counter of the fused kernels
 
 _replaced: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter that sharding has replaced in its model -> its name
-_stepping: WeakIdKeyDictionary = WeakIdKeyDictionary()  # optimizer -> _Saved
 
 
 def register_elementwise(optimizer: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
@@ -136,12 +137,12 @@ def watch_optimizers(replaced: Mapping[torch.Tensor, str]) -> None:
 
 def _inspect(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Inspect an optimizer that begins to step; the first hook of every step in this process."""
+    if isinstance(optimizer, _StandIn):
+        return
     params = [p for group in optimizer.param_groups for p in group["params"]]
     found = records_of(params)
     records = [record for record in found if record.looks_after_steps]
     if _torch.depth_of_step(optimizer) == 1:
-        if (raised := _stepping.pop(optimizer, None)) is not None:
-            raised.put_back(optimizer)
         known = param_states_of(found)
         unknown = [p for p in params if id(p) not in known]
         _refuse_replaced(unknown, len(params))
@@ -159,27 +160,24 @@ def _inspect(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: di
 def _before_step(
     optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Replace the parameters before a step of an optimizer with parameters of a sharded model; the last pre-hook."""
-    depth = _torch.depth_of_step(optimizer)
-    kind = _kind_of(type(optimizer), depth)
-    if kind is None or optimizer in _stepping:
+    """Let a stand-in step for an optimizer with parameters of a sharded model; the last pre-hook."""
+    if isinstance(optimizer, _StandIn):
+        return None
+    kind = _kind_of(type(optimizer), _torch.depth_of_step(optimizer))
+    if kind is None:
         return None
     closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer itself
-    changed = None
+    rest = args[1:]
     if closure is not None and kind != "unknown":
-        # These optimizers call their closure first and once: compute the loss and its gradients before shards replace
+        # These optimizers call their closure first and once: compute the loss and its gradients before shards stand for
         # the parameters.
         with torch.enable_grad():
             loss = closure()
-        changed = (args[0], lambda: loss), {key: value for key, value in kwargs.items() if key != "closure"}
-    saved = _Saved(optimizer, depth)
-    try:
-        if _PREPARE[kind](optimizer, saved):
-            _stepping[optimizer] = saved
-    except BaseException:
-        saved.put_back(optimizer)
-        raise
-    return changed
+        rest, kwargs = (lambda: loss,), {key: value for key, value in kwargs.items() if key != "closure"}
+    step = _Step(optimizer)
+    if not _PREPARE[kind](step):
+        return None if rest == args[1:] else ((optimizer, *rest), kwargs)
+    return (step.stand_in, *rest), kwargs
 
 
 def _kind_of(optimizer: type[torch.optim.Optimizer], depth: int) -> Optimizer | None:
@@ -204,19 +202,16 @@ def _overrides_more(optimizer: type, base: type) -> bool:
 
 @naming_lost_ranks("step")
 def _after_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Restore the parameters after a step, and begin to gather updated shards; the first post-hook."""
-    saved = _stepping.get(optimizer)
-    if saved is None or saved.depth != _torch.depth_of_step(optimizer):
+    """Take over what a stand-in has computed, and begin to gather updated shards; the first post-hook."""
+    if not args or not isinstance(args[0], _StandIn) or isinstance(optimizer, _StandIn):
         return
-    inner = {**optimizer.state} if saved.full_step is not None else {}
-    _stepping.pop(optimizer).put_back(optimizer)
+    step: _Step = args[0].step_of
+    step.finish()
     # Backward through a graph from before the step raises, as on one device: local shards count their changes by
     # themselves, and the fused kernels count none (2.13.0).
-    torch.autograd.graph.increment_version([param for param in saved.params if param.grad is not None])
-    if saved.full_step is not None:
-        saved.outer.update(saved.full_step.scatter(inner))
-    for updates in saved.updates:
-        updates.begin(saved.params)
+    torch.autograd.graph.increment_version([param for param in step.params if param.grad is not None])
+    for updates in step.updates:
+        updates.begin(step.params)
 
 
 def _refuse_replaced(unknown: list[torch.Tensor], count: int) -> None:
@@ -268,94 +263,121 @@ def _warn_of_unknown(params: list[torch.Tensor], records: list[Sharded], count: 
 _Copies: TypeAlias = dict[int, tuple[torch.Tensor, torch.Tensor | None]]
 
 
-class _Saved:
-    """The values of an optimizer that a step replaces.
+class _StandIn:
+    """The base of the classes of stand-ins."""
+
+    __slots__ = ()
+    param_groups: list[dict[str, Any]]
+    state: dict[torch.Tensor, Any]
+    step_of: Any
+
+
+@functools.cache
+def _stand_in_class(kind: type[torch.optim.Optimizer]) -> type:
+    """Return a subclass whose objects have param groups and state of their own, and all else of another object."""
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+    return type(kind.__name__, (_StandIn, kind), {"__slots__": ("param_groups", "state", "step_of"), **names})
+
+
+class _Step:
+    """One step of an optimizer.
 
     Attributes:
+        optimizer: the optimizer, which keeps its param groups and state.
+        stand_in: the object that steps in its place.
         params: all parameters of the groups.
         states: the states of those of sharded models, by the parameter's id.
-        groups: the list of param groups; a step may leave out groups without tensors that this rank steps.
-        options: a copy of each group.
-        outer: the optimizer state by the model's parameters.
-        depth: the depth among nested steps.
         updates: gathers the shards that are stepped on.
         shards: this rank's shards of parameters, by the parameter's id, where they are not the local tensor.
         copies: the copies on the host of shards and gradients to step on, by the parameter's id.
-        gradients: the gradients that full ones have replaced.
         leaves: what is stepped on in the place of parameters: the leaf, the parameter state, and the memory that the
-            leaf is rounded into, if that is another one. A full tensor of `full_step` has no parameter state here.
+            leaf is rounded into, if that is another one.
+        full: leaves with the full value and gradient of a parameter, by the parameter.
         written: the number of leaves that have been written back.
         full_step: the step on full tensors, if any.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, depth: int) -> None:
-        self.groups, self.outer, self.depth = optimizer.param_groups, optimizer.state, depth
-        self.options = [dict(group) for group in self.groups]
-        self.params: list[torch.Tensor] = [p for group in self.groups for p in group["params"]]
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.params: list[torch.Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
         self.states = param_states_of(records_of(self.params))
         self.updates: list[Updates] = []
         self.shards: dict[int, torch.Tensor] = {}
         self.copies: _Copies = {}
-        self.gradients: dict[torch.Tensor, torch.Tensor | None] = {}
-        self.leaves: list[tuple[torch.Tensor, ParamState | None, torch.Tensor]] = []
+        self.leaves: list[tuple[torch.Tensor, ParamState, torch.Tensor]] = []
+        self.full: dict[torch.Tensor, torch.Tensor] = {}
         self.written = 0
         self.full_step: FullTensorStep | None = None
+        self._groups: list[tuple[dict[str, Any], dict[str, Any]]] = []  # of the optimizer and the stand-in
+        kind: Any = type(optimizer)
+        made: Any = object.__new__(_stand_in_class(kind))
+        made.__dict__ = optimizer.__dict__  # shared: what a step sets is set on the optimizer
+        made.step_of, made.state = self, defaultdict(dict, optimizer.state)
+        self.stand_in = made
 
-    def put(self, optimizer: torch.optim.Optimizer, leaf_of: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
-        """Replace the parameters in the groups by their leaves; leave out those without one."""
-        self._restore_groups()
-        for group in self.groups:
-            group["params"] = [leaf for p in group["params"] if (leaf := leaf_of(p)) is not None]
-            if _may_fuse(optimizer, group):
-                group["fused"] = True
-        optimizer.param_groups = [group for group in self.groups if group["params"]]
+    @property
+    def state(self) -> dict[torch.Tensor, Any]:
+        """The state that the stand-in steps on, by leaf."""
+        return self.stand_in.state
 
-    def put_back(self, optimizer: torch.optim.Optimizer) -> None:
-        """Restore what was replaced: after the step, or before the next one if it raised."""
-        self._restore_groups()
-        inner, optimizer.param_groups, optimizer.state = optimizer.state, self.groups, self.outer
-        for param, grad in self.gradients.items():
-            param.grad = grad
+    def put(self, leaf_of: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
+        """Give the stand-in the leaves of the parameters; leave out parameters without one, and empty groups."""
+        self._groups = []
+        for group in self.optimizer.param_groups:
+            leaves = [leaf for p in group["params"] if (leaf := leaf_of(p)) is not None]
+            if leaves:
+                own = {**group, "params": leaves}
+                if _may_fuse(type(self.optimizer), self.state, own):
+                    own["fused"] = True
+                self._groups.append((group, own))
+        self.stand_in.param_groups = [own for _, own in self._groups]
+
+    def finish(self) -> None:
+        """Write the leaves into their parameters, and take the state over."""
         self.write_back()
+        inner, outer = self.state, self.optimizer.state
+        if self.full_step is not None:
+            outer.update(self.full_step.scatter({**inner}))
+            for leaf in self.full_step.leaves.values():
+                inner.pop(leaf, None)
         for leaf, param_state, _ in self.leaves:
             state, leaf.grad = inner.pop(leaf, None), None
-            if param_state is None:
-                continue
             if state is not None:
-                before = self.outer.get(param_state.param, {})
+                before = outer.get(param_state.param, {})
                 local = state if param_state.master_dtype is None else {**state, MASTER: leaf}
-                self.outer[param_state.param] = {
+                outer[param_state.param] = {
                     key: _global_value(param_state, before.get(key), value) for key, value in local.items()
                 }
-            elif param_state.master_dtype is not None:
-                param_state.keep_master(leaf)
-        self.outer.update(inner)
+            if param_state.master_dtype is not None:
+                param_state.keep_master(None if state is not None else leaf)
+        for param, leaf in self.full.items():
+            leaf.grad = None
+            if leaf in inner:
+                inner[param] = inner.pop(leaf)
+        outer.update(inner)
+        for group, own in self._groups:
+            group.update({key: value for key, value in own.items() if key not in ("params", "fused")})
 
     def write_back(self) -> None:
         """Copy the leaves into the memory of their parameters, each once."""
         for leaf, param_state, memory in self.leaves[self.written :]:
-            if param_state is not None and param_state.steps_on_host:
+            if param_state.steps_on_host:
                 offload.upload(leaf, memory, param_state.mutable.staging["shard"])
                 param_state.copied("updated parameters")
             elif leaf is not memory:
                 memory.copy_(leaf)
         self.written = len(self.leaves)
 
-    def _restore_groups(self) -> None:
-        for group, before in zip(self.groups, self.options, strict=True):
-            group.update({key: before[key] for key in ("params", "fused") if key in before})
 
-
-def _step_on_local_tensors(optimizer: torch.optim.Optimizer, saved: _Saved) -> bool:
-    """Replace the parameters by leaves.
+def _step_on_local_tensors(step: _Step) -> bool:
+    """Give the stand-in local tensors.
 
     Parameters that step on the host step here in pieces, if the optimizer itself counts nothing, as torch's do.
     """
-    saved.updates = updates_of(saved.params)
-    optimizer.state = defaultdict(dict, saved.outer)
-    for updates in saved.updates:
-        saved.shards |= updates.local_shards(saved.params)
-    states = (saved.states.get(id(p)) for p in saved.params)
+    step.updates = updates_of(step.params)
+    for updates in step.updates:
+        step.shards |= updates.local_shards(step.params)
+    states = (step.states.get(id(p)) for p in step.params)
     on_host = [one for one in states if one is not None and one.steps_on_host]
     pieces = in_batches(
         on_host,
@@ -364,23 +386,23 @@ def _step_on_local_tensors(optimizer: torch.optim.Optimizer, saved: _Saved) -> b
         size=lambda one: local_of(one.param).nbytes,
         limit=PIECE_BYTES,
     )
-    in_pieces = type(optimizer).__module__.partition(".")[0] in ("torch", "shardlib")
+    in_pieces = type(step.optimizer).__module__.partition(".")[0] in ("torch", "shardlib")
     stepped: set[int] = set()
     # While a piece steps, the next ones are copied.
-    for downloads, copies in [_copies_on_host(piece, saved.shards) for piece in pieces]:
+    for downloads, copies in [_copies_on_host(piece, step.shards) for piece in pieces]:
         downloads.wait()
-        saved.copies |= copies
+        step.copies |= copies
         if in_pieces:
-            _step_piece(optimizer, saved, copies)
+            _step_piece(step, copies)
             stepped |= copies.keys()
-    saved.put(optimizer, lambda p: None if id(p) in stepped else _leaf(p, optimizer.state, saved))
+    step.put(lambda p: None if id(p) in stepped else _leaf(p, step))
     return True
 
 
-def _step_piece(optimizer: torch.optim.Optimizer, saved: _Saved, piece: _Copies) -> None:
-    saved.put(optimizer, lambda p: _leaf(p, optimizer.state, saved) if id(p) in piece else None)
-    _torch.step_without_hooks(optimizer)
-    saved.write_back()
+def _step_piece(step: _Step, piece: _Copies) -> None:
+    step.put(lambda p: _leaf(p, step) if id(p) in piece else None)
+    _torch.step_without_hooks(step.stand_in)
+    step.write_back()
 
 
 def _copies_on_host(
@@ -407,25 +429,23 @@ PIECE_BYTES = 32 << 20
 """The size of a chunk of parameters that step on the host: enough for each copy to run at full speed."""
 
 
-def _step_on_owned_tensors(optimizer: torch.optim.Optimizer, saved: _Saved) -> bool:
+def _step_on_owned_tensors(step: _Step) -> bool:
     """Let each rank step the full tensors that it owns, where the plan splits some."""
-    known = {p: saved.states[id(p)] for p in saved.params if p.grad is not None and id(p) in saved.states}
+    known = {p: step.states[id(p)] for p in step.params if p.grad is not None and id(p) in step.states}
     if not any(one.has_sharded_state or one.master_dtype is not None or one.offloaded for one in known.values()):
         return False
-    wait_for_updates(saved.params)
-    state = {p: optimizer.state.get(p, {}) for p in known}
+    wait_for_updates(step.params)
+    state = {p: step.state.pop(p, {}) for p in known}
     for p, one in known.items():
         one.check_reduced()
         if one.master_dtype is not None:
             shard = _local_shard(one)
             low = offload.on_host(shard, one.device) if one.steps_on_host else shard
             state[p] = {**state[p], MASTER: _master(one, low, state[p])}
-    saved.full_step = FullTensorStep([*known.values()])
-    inner = saved.full_step.gather(state)
-    leaves = saved.full_step.leaves
-    saved.leaves = [(leaf, None, leaf) for leaf in leaves.values()]
-    optimizer.state = defaultdict(dict, {p: value for p, value in saved.outer.items() if p not in known} | inner)
-    saved.put(optimizer, lambda p: leaves.get(p) if p in known else p)
+    step.full_step = FullTensorStep([*known.values()])
+    step.state.update(step.full_step.gather(state))
+    leaves = step.full_step.leaves
+    step.put(lambda p: leaves.get(p) if p in known else p)
     return True
 
 
@@ -438,9 +458,9 @@ def _local_shard(param_state: ParamState) -> torch.Tensor:
     return param_state.shard_spec.take(local, param_state.transport.index)
 
 
-def _step_on_gathered_gradients(optimizer: torch.optim.Optimizer, saved: _Saved) -> bool:
+def _step_on_gathered_gradients(step: _Step) -> bool:
     """Give full gradients to an optimizer of unknown kind, so that every rank makes the same step."""
-    known = [saved.states[id(p)] for p in saved.params if id(p) in saved.states]
+    known = [step.states[id(p)] for p in step.params if id(p) in step.states]
     refused = next(
         (
             one
@@ -450,7 +470,7 @@ def _step_on_gathered_gradients(optimizer: torch.optim.Optimizer, saved: _Saved)
         None,
     )
     if refused is not None:
-        name = type(optimizer).__qualname__
+        name = type(step.optimizer).__qualname__
         raise ShardingError(
             f"{name} steps on parameters that are stored in shards or in low precision, or whose state is on the host "
             f'(the first is "{refused.name}"), and shardlib does not know whether it can. If each element of its '
@@ -458,13 +478,18 @@ def _step_on_gathered_gradients(optimizer: torch.optim.Optimizer, saved: _Saved)
             f"tensor, shardlib.register_per_tensor({name}). Else train with zero(1) or zero(2), without precision and "
             "offload."
         )
-    for updates in updates_of(saved.params):
+    for updates in updates_of(step.params):
         updates.wait()
-        for param, grad in updates.full_gradients(saved.params):
-            saved.gradients[param], param.grad = param.grad, grad
-    if saved.gradients:
-        _warn_of_full_state(type(optimizer).__qualname__)
-    return bool(saved.gradients)
+        for param, grad in updates.full_gradients(step.params):
+            leaf = step.full[param] = _torch.alias(param)
+            leaf.grad = grad
+            if param in step.state:
+                step.state[leaf] = step.state.pop(param)
+    if not step.full:
+        return False
+    _warn_of_full_state(type(step.optimizer).__qualname__)
+    step.put(lambda p: step.full.get(p, p))
+    return True
 
 
 @functools.cache
@@ -477,15 +502,15 @@ def _warn_of_full_state(name: str) -> None:
     )
 
 
-def _may_fuse(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
+def _may_fuse(kind: type[torch.optim.Optimizer], state: Mapping[Any, Any], group: dict[str, Any]) -> bool:
     """Tell whether to use torch's fused CPU kernel, several times faster, where the user left the choice to torch.
 
     On accelerators torch itself uses the multi-tensor form of the same update by default.
     """
     open_choice = all(group.get(key, True) is None for key in ("fused", "foreach")) and not group.get("differentiable")
-    if not open_choice or type(optimizer) not in _FUSED or isinstance(group.get("lr"), torch.Tensor):
+    if not open_choice or kind not in _FUSED or isinstance(group.get("lr"), torch.Tensor):
         return False  # the loop computes with a tensor learning rate in its dtype
-    state, sgd = optimizer.state, type(optimizer) is torch.optim.SGD
+    sgd = kind is torch.optim.SGD
     dtypes = FUSED_SGD_DTYPES if sgd else FUSED_DTYPES
     for p in group["params"]:
         if not p.is_cpu or p.dtype not in dtypes or ((grad := p.grad) is not None and grad.stride() != p.stride()):
@@ -501,11 +526,11 @@ def _momentum_of_all_or_none(group: dict[str, Any], state: Any) -> bool:
     return not group.get("momentum") or len(begun) < 2
 
 
-def _leaf(param: torch.Tensor, inner: dict[torch.Tensor, Any], saved: _Saved) -> torch.Tensor:
-    """Return the plain leaf that represents a parameter during the step, with its gradient, and with its state in
-    `inner`; the parameter itself if it is one."""
-    key = id(param)
-    param_state, shard, on_host = saved.states.get(key), saved.shards.get(key), saved.copies.get(key)
+def _leaf(param: torch.Tensor, step: _Step) -> torch.Tensor:
+    """Return the plain leaf that represents a parameter during the step, with its gradient and its state; the parameter
+    itself if it is one."""
+    key, inner = id(param), step.state
+    param_state, shard, on_host = step.states.get(key), step.shards.get(key), step.copies.get(key)
     is_plain = shard is None and on_host is None and not isinstance(param, DTensor)
     if param_state is None or (is_plain and param_state.master_dtype is None):
         return param
@@ -516,7 +541,7 @@ def _leaf(param: torch.Tensor, inner: dict[torch.Tensor, Any], saved: _Saved) ->
         leaf, grad = memory, None if param.grad is None else _local_gradient(param_state)
     if param_state.master_dtype is not None:
         leaf = _master(param_state, leaf, inner.get(param, {}))
-    saved.leaves.append((leaf, param_state, memory))
+    step.leaves.append((leaf, param_state, memory))
     leaf.grad = None if grad is None else _in_memory_like(leaf, grad)
     if (state := inner.pop(param, None)) is not None:
         inner[leaf] = {key: _local_state(param_state, value) for key, value in state.items() if key != MASTER}
@@ -525,7 +550,7 @@ def _leaf(param: torch.Tensor, inner: dict[torch.Tensor, Any], saved: _Saved) ->
 
 def _master(param_state: ParamState, memory: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
     """Return the copy to step on, with the values that were written to the parameter since the last step."""
-    kept = param_state.take_master()
+    kept = param_state.mutable.master
     known = _local_state(param_state, state[MASTER]) if MASTER in state else kept
     if known is None:
         return memory.to(param_state.master_dtype, copy=True)
@@ -579,8 +604,8 @@ def _global_value(param_state: ParamState, before: Any, value: Any) -> Any:
     return value
 
 
-# Each replaces what a step needs otherwise, and tells whether it has.
-_PREPARE: dict[Optimizer, Callable[[torch.optim.Optimizer, _Saved], bool]] = {
+# Each gives the stand-in what it steps on, and tells whether that is another thing than the optimizer has.
+_PREPARE: dict[Optimizer, Callable[[_Step], bool]] = {
     "elementwise": _step_on_local_tensors,
     "per_tensor": _step_on_owned_tensors,
     "unknown": _step_on_gathered_gradients,

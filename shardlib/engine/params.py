@@ -38,6 +38,8 @@ class MutableState:
         row: the row of the plan, with the model axes over which the gradient has been a partial sum.
         movements: the movements of the row in a step, by purpose; None until they are asked for.
         unsharded: the local unsharded tensor, where the parameter is stored in shards.
+        shown: the unsharded tensor over the same memory of which modules get aliases. Its version counter, which all
+            of them share, tells autograd whether the memory still has the values that they had.
         leaf: during a step of a pipeline, the unsharded tensor that all microbatches compute with; autograd accumulates
             their gradients there.
         master: the copy of the parameter that the optimizer steps on, until the optimizer's state holds it.
@@ -47,6 +49,7 @@ class MutableState:
     row: Row
     movements: Mapping[Purpose, Movement] | None = None
     unsharded: torch.Tensor | None = None
+    shown: torch.Tensor | None = None
     leaf: torch.Tensor | None = None
     master: torch.Tensor | None = None
     staging: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -149,16 +152,24 @@ class ParamState:
         """Let the unsharded tensor lie at the start of a flat buffer of bytes."""
         assert self.shard_spec is not None
         flat = memory[: sum(self.shard_spec.numels) * self.dtype.itemsize].view(self.dtype)
-        self.mutable.unsharded = flat.view(self.shard_spec.shape).data
+        local = self.mutable.unsharded = flat.view(self.shard_spec.shape).data
+        self.mutable.shown = local.data if self.compute_spec is None else _torch.wrap(local.data, self.compute_spec)
 
     def make_unsharded(self) -> torch.Tensor:
-        """Return a new tensor over the unsharded memory, with a version counter of its own.
+        """Return a new tensor over the unsharded memory, with the version counter of the others."""
+        assert self.mutable.shown is not None
+        return _torch.alias(self.mutable.shown)
 
-        Otherwise autograd would take an all-gather for an in-place change of a tensor that it saved.
-        """
-        assert self.mutable.unsharded is not None
-        local = self.mutable.unsharded.data
-        return local if self.compute_spec is None else _torch.wrap(local, self.compute_spec)
+    @property
+    def unsharded_version(self) -> int:
+        """The number that autograd compares when it reads an unsharded tensor that it saved."""
+        assert self.mutable.shown is not None
+        return self.mutable.shown._version
+
+    def set_unsharded_version(self, version: int) -> None:
+        """Set the version of all unsharded tensors: autograd refuses to read those that were saved at another one."""
+        assert self.mutable.shown is not None
+        _torch.set_version(self.mutable.shown, version)
 
     def step_leaf(self) -> torch.Tensor:
         """Return the leaf of a step of a pipeline, and make it where it is missing."""
@@ -176,13 +187,8 @@ class ParamState:
         leaf, self.mutable.leaf = self.mutable.leaf, None
         return None if leaf is None else leaf.grad
 
-    def take_master(self) -> torch.Tensor | None:
-        """Drop the master copy, which the optimizer's state holds from now on; return it."""
-        master, self.mutable.master = self.mutable.master, None
-        return master
-
     def keep_master(self, master: torch.Tensor | None) -> None:
-        """Keep a master copy until the next step; with None, the next step makes it from the parameter."""
+        """Keep a master copy until the state of the optimizer has it; None where it has, or where a step makes it."""
         self.mutable.master = master
 
     # --- facts --------------------------------------------------------------------------------------------------------

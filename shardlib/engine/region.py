@@ -99,7 +99,6 @@ class Root:
         _torch.set_implicit_replication(True)
         if self.units is not None:
             self.units.enter_model()
-        self.reducer.notice_unfrozen()
         if self.casting.autocast is not None:
             self._autocasts.append(torch.autocast(self.casting.device_type, self.casting.autocast))
             self._autocasts[-1].__enter__()
@@ -116,7 +115,6 @@ class Root:
             self.units.abandon()
 
     def _leave(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        self._left = True
         if self._autocasts:
             self._autocasts.pop().__exit__(None, None, None)
         output = self.casting.cast_output(output)
@@ -127,7 +125,9 @@ class Root:
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad and not leaf.is_leaf:
                 leaf.register_hook(begin_hook(weakref.ref(self.reducer)))
-        return output if self.units is None else self.units.leave_model(output)
+        output = output if self.units is None else self.units.leave_model(output)
+        self._left = True
+        return output
 
 
 def wrap_replicated(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:

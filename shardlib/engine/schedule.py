@@ -66,8 +66,15 @@ class Reductions:
         while self._waited < len(self.buckets):
             self._wait()
 
+    def give_back(self) -> None:
+        """Let `p.grad` be what the pass has made so far, after it has raised."""
+        for bucket in self.buckets[: self._waited]:
+            bucket.set_grads(lambda slot: slot.filled)
+        for bucket in self.buckets[self._waited : self._begun]:
+            bucket.give_back()
+
     def drop(self) -> None:
-        """Drop the buckets that have begun, after the pass has raised."""
+        """Drop the buckets that have begun, when the next pass begins after one that has raised."""
         for bucket in self.buckets[: self._begun]:
             bucket.drop()
         self.restart()
@@ -101,31 +108,35 @@ class Reductions:
 
 
 class RunOrder(Generic[T]):
-    """The order in which units run; the order of the last forward predicts the next unit."""
+    """The order in which units run; the order of the last forward predicts the next unit.
+
+    Attributes:
+        running: the units of this forward, in their order.
+    """
 
     def __init__(self) -> None:
         self._last: list[T] = []
-        self._running: list[T] = []
+        self.running: list[T] = []
 
     def restart(self) -> None:
         """Begin to record a new forward."""
-        self._last, self._running = self._running, []
+        self._last, self.running = self.running, []
 
     def runs(self, unit: T) -> None:
         """Record that a unit runs in forward."""
-        if not self._running or self._running[-1] is not unit:
-            self._running.append(unit)
+        if not self.running or self.running[-1] is not unit:
+            self.running.append(unit)
 
     def after_forward_of(self, unit: T) -> T | None:
         """Return the unit whose forward is expected next, or None."""
-        position = len(self._running)
+        position = len(self.running)
         is_known = 0 < position < len(self._last) and self._last[position - 1] is unit
         return self._last[position] if is_known else None
 
     def after_backward_of(self, unit: T) -> T | None:
         """Return the unit whose backward is expected next, which ran before this one; or None."""
-        position = next((i for i in reversed(range(len(self._running))) if self._running[i] is unit), 0)
-        return self._running[position - 1] if position > 0 else None
+        position = next((i for i in reversed(range(len(self.running))) if self.running[i] is unit), 0)
+        return self.running[position - 1] if position > 0 else None
 
 
 class Updates:

@@ -9,6 +9,10 @@ gathered meanwhile. Tensors that autograd saved alias these buffers. Before the 
 therefore gathered into the same buffer again (Rajbhandari et al., "ZeRO", section 5.3; Zhao et al., "PyTorch FSDP",
 VLDB 2023, sections 3.3 and 4.2, whose schedule this is).
 
+Backward comes to a unit by a hook on each tensor that the unit has given to others: in its output, in objects that it
+returns, in lists and dicts that it was given, and in attributes of its modules. Where a tensor gets out by another way,
+as through a closure, autograd raises: the version of unsharded tensors differs while another unit is in their buffer.
+
 A module may read a parameter of another unit, as a tied head reads an embedding's. It is gathered into memory of its
 own, which stays until backward has used it; its gradient joins that of the unit.
 
@@ -19,10 +23,13 @@ forward of the model begins, and stay unsharded until backward has ended.
 from __future__ import annotations
 
 import functools
+import types
 import weakref
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,6 +50,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Units", "make_units"]
 
+Hook = Callable[[torch.Tensor], None]
 _ALIGNMENT = 64  # bytes; kernels are fastest there
 # Advice in errors.
 _KEEP_FULL = (
@@ -78,25 +86,42 @@ class _Unit:
         buffer: the memory of the unsharded parameters.
         buckets: the buckets that gather the parameters.
         stays_unsharded: whether the parameters stay unsharded until backward has ended.
+        modules: the modules of the unit, whose attributes may keep results.
         unsharded: the tensors that its modules compute with while the model runs, by the id of the parameter's state.
             All forwards of a unit share them, so that their gradients arrive together.
         read: the copies that other modules than its own compute with while the model runs, by the same id.
-        versions: how often each of these tensors had been written to when it was made, by its own id.
+        versions: how often each of these copies had been written to when it was made, by its own id.
+        values: the number of different values that the stored parameters have had.
+        stored_versions: how often each stored parameter had been written to when it was gathered last.
+        version: the version of unsharded tensors: even while the buffer holds the unit, with its present values.
+        written: the names of parameters that were written to while they were unsharded.
         depth: the number of forwards of the unit's modules that are running.
         awaited: whether a backward pass will need the unit.
     """
 
     name: str
     param_states: list[ParamState]
-    owners: list[tuple[dict[str, Any], str, ParamState, torch.Tensor]]
+    owners: list[tuple[dict[str, Any], str, ParamState, _Sentinel]]
     buffer: UnshardedBuffer
     buckets: list[UnshardBucket]
     stays_unsharded: bool
+    modules: list[nn.Module] = field(default_factory=list)
     unsharded: dict[int, torch.Tensor] = field(default_factory=dict)
     read: dict[int, torch.Tensor] = field(default_factory=dict)
     versions: dict[int, int] = field(default_factory=dict)
+    values: int = 0
+    stored_versions: list[int] = field(default_factory=list)
+    version: int = 0
+    written: list[str] = field(default_factory=list)
     depth: int = 0
     awaited: bool = False
+    _made_hooks: tuple[Hook, Hook] | None = None
+
+    def hooks(self, units: Units) -> tuple[Hook, Hook]:
+        """Return the hooks on an output and on an input: the same ones in each forward."""
+        if self._made_hooks is None:
+            self._made_hooks = _hooks(weakref.ref(units), weakref.ref(self))
+        return self._made_hooks
 
     @property
     def is_unsharded(self) -> bool:
@@ -114,8 +139,12 @@ class _Unit:
                 f'or, for "{self.name}", {_KEEP_FULL}'
             )
         if self.buffer.holder is not None:
-            self.buffer.holder.wait_for_unshard()  # its all-gather writes into this buffer
+            self.buffer.holder.release()
         self.buffer.holder = self
+        stored = [one.param._version for one in self.param_states]
+        if stored != self.stored_versions:
+            self.stored_versions, self.values = stored, self.values + 1
+        self._set_version(2 * self.values)
         purpose: Purpose = "parameters, forward" if _torch.backward_id() == -1 else "parameters, backward"
         for bucket in self.buckets:
             bucket.begin(purpose)
@@ -125,11 +154,23 @@ class _Unit:
         for bucket in self.buckets:
             bucket.wait()
 
+    def release(self) -> None:
+        """Leave the buffer to others. Autograd then raises where it reads what it saved of this unit's parameters."""
+        self.wait_for_unshard()  # the all-gather writes into the buffer
+        if self.buffer.holder is self:
+            self.buffer.holder = None
+            self._set_version(2 * self.values + 1)
+
+    def _set_version(self, version: int) -> None:
+        self.written += [one.name for one in self.param_states if self._is_written(one)]
+        self.version = version
+        for one in self.param_states:
+            one.set_unsharded_version(version)
+
     def reshard(self) -> None:
         """Free the buffer after forward, unless the parameters stay unsharded for backward."""
         if self.buffer.holder is self and not self.depth and not (self.stays_unsharded and self.awaited):
-            self.wait_for_unshard()
-            self.buffer.holder = None
+            self.release()
 
     def use_unsharded(self, reducer: weakref.ref[GradientReducer], *, in_step: bool) -> None:
         """Put unsharded tensors into the modules."""
@@ -146,11 +187,6 @@ class _Unit:
         )
         if not self.unsharded or (needs_grad and not any(tensor.requires_grad for tensor in self.unsharded.values())):
             self.unsharded, self.read, self.versions = _unsharded(self.param_states, reducer), {}, {}
-            self._note_versions(self.unsharded)
-
-    def _note_versions(self, tensors: Mapping[int, torch.Tensor]) -> None:
-        noted = [tensor for tensor in tensors.values() if not tensor.is_inference()]
-        self.versions |= {id(tensor): tensor._version for tensor in noted}
 
     def read_apart(
         self, param_state: ParamState, reducer: weakref.ref[GradientReducer], *, in_step: bool
@@ -168,7 +204,8 @@ class _Unit:
             if needs_grad:
                 found = _Read.apply(source, [found])
             self.read[id(param_state)] = found
-            self._note_versions({id(param_state): found})
+            if not found.is_inference():
+                self.versions[id(found)] = found._version
         return found
 
     def refuse_replaced(self) -> None:
@@ -182,18 +219,30 @@ class _Unit:
                 )
 
     def use_sentinels(self) -> None:
-        """Put sentinels into the modules: reading a parameter there raises."""
-        for owner, key, _, sentinel in self.owners:
+        """Put sentinels into the modules, which gather a parameter when it is read."""
+        for owner, key, param_state, sentinel in self.owners:
+            sentinel.train(param_state.param.requires_grad)
             owner[key] = sentinel
 
-    def use_sharded(self) -> None:
-        """Put the stored parameters back into the modules, unless another tensor stands there now."""
+    def use_sharded(self) -> list[str]:
+        """Put the stored parameters back into the modules, unless another tensor stands there now.
+
+        Returns the names of those that were written to while they were unsharded.
+        """
         for owner, key, param_state, sentinel in self.owners:
             if (found := owner.get(key)) is not None and (found is sentinel or self._holds(found, param_state)):
                 owner[key] = param_state.param
-        written = [one.name for one in self.param_states if self._is_written(one)]
-        self.versions = {}
-        self.unsharded, self.read = {}, {}  # they hold an autograd graph, and no cycle through it is ever collected
+        written, self.written = self.written + [one.name for one in self.param_states if self._is_written(one)], []
+        self.forget()
+        for one in self.param_states:
+            one.set_unsharded_version(self.version)
+        return written
+
+    def forget(self) -> None:
+        """Drop unsharded tensors: they hold an autograd graph, and no cycle through it is ever collected."""
+        self.unsharded, self.read, self.versions = {}, {}, {}
+
+    def refuse_written(self, written: Sequence[str]) -> None:
         if written:
             raise ShardingError(
                 f'"{written[0]}" is stored in shards and was written to while its unit "{self.name}" was unsharded, in '
@@ -203,8 +252,10 @@ class _Unit:
 
     def _is_written(self, param_state: ParamState) -> bool:
         """Tell whether an unsharded tensor was written to since it was gathered."""
-        made = [tensors[id(param_state)] for tensors in (self.unsharded, self.read) if id(param_state) in tensors]
-        return any(tensor._version != self.versions[id(tensor)] for tensor in made if id(tensor) in self.versions)
+        copy = self.read.get(id(param_state))
+        if copy is not None and id(copy) in self.versions and copy._version != self.versions[id(copy)]:
+            return True
+        return param_state.unsharded_version != self.version
 
     def _holds(self, tensor: torch.Tensor, param_state: ParamState) -> bool:
         return tensor is self.unsharded.get(id(param_state))
@@ -298,11 +349,18 @@ class Units:
         this = weakref.ref(self)
         for unit in self._each:
             for *_, param_state, sentinel in unit.owners:
-                sentinel.read = functools.partial(_read_apart, this, weakref.ref(unit), param_state)  # type: ignore[attr-defined]
+                sentinel.read = functools.partial(_read_apart, this, weakref.ref(unit), param_state)
+                sentinel.pass_on = functools.partial(_take_apart, this, param_state)
 
     def set_reducer(self, reducer: GradientReducer) -> None:
         """Set the reducer of the gradients of all parameters."""
-        self._reducer = weakref.ref(reducer)
+        self._reducer, this = weakref.ref(reducer), weakref.ref(self)
+        reducer.order_of_units = lambda: 0 if (live := this()) is None else live.order()
+
+    def order(self) -> int:
+        """Return a number that tells the orders apart in which units have run since the last forward began."""
+        numbers = {id(unit): number for number, unit in enumerate(self._each)}
+        return zlib.crc32(repr([numbers[id(unit)] for unit in self._order.running]).encode())
 
     # --- forward ------------------------------------------------------------------------------------------------------
 
@@ -331,29 +389,30 @@ class Units:
                 unit.reshard()
         return output
 
-    def _use_sharded(self) -> None:
-        """Put the stored parameters back into the modules, unless a forward is running."""
-        if not self._inside:
-            for unit in self._each:
-                if not unit.depth:
-                    unit.use_sharded()
+    def _use_sharded(self, *, check: bool = True) -> None:
+        """Put the stored parameters back into the modules, unless a forward is running; then refuse lost writes."""
+        idle = [unit for unit in self._each if not unit.depth] if not self._inside else []
+        for unit, written in [(unit, unit.use_sharded()) for unit in idle]:
+            if check:
+                unit.refuse_written(written)
 
     def abandon(self) -> None:
         """Reset after a forward of the model has raised."""
         self._inside = 0  # the forwards inside of it have ended too
         for unit in self._each:
             unit.depth = unit.buffer.busy = 0
-        self._use_sharded()
+        self._use_sharded(check=False)
 
     def call(self, unit: _Unit, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the forward of one unit with unsharded parameters."""
         self._enter(unit)
+        given = self._hook_inputs(unit, args, kwargs)
         try:
             output = inner(*args, **kwargs)
         except BaseException:
-            self._end_compute(unit)
+            self._end_compute(unit, check=False)
             raise
-        return self._leave(unit, output)
+        return self._leave(unit, output, args, kwargs, given)
 
     def _enter(self, unit: _Unit) -> None:
         self._begin_compute(unit)
@@ -361,13 +420,32 @@ class Units:
             self._order.runs(unit)
             self._prefetch(self._order.after_forward_of(unit), unit)
 
-    def _leave(self, unit: _Unit, output: Any) -> Any:
+    def _hook_inputs(self, unit: _Unit, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> frozenset[int]:
+        """Let a second backward through the gradient of an input unshard the unit; return the ids of the tensors in
+        lists and dicts, which the unit may add to."""
+        if not torch.is_grad_enabled():
+            return frozenset()
+        containers = [value for value in (*args, *kwargs.values()) if isinstance(value, list | dict)]
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, torch.Tensor) and value.requires_grad:
+                _hook_once(value, unit.hooks(self)[1])
+        return frozenset(map(id, _torch.tensors_in(containers))) if containers else frozenset()
+
+    def _leave(
+        self,
+        unit: _Unit,
+        output: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] = MappingProxyType({}),
+        given: frozenset[int] = frozenset(),
+    ) -> Any:
         self._end_compute(unit)
         if torch.is_grad_enabled():
-            hook = _before_backward(weakref.ref(self), weakref.ref(unit))
-            for leaf in pytree.tree_leaves(output):
-                if isinstance(leaf, torch.Tensor) and leaf.requires_grad and not leaf.is_leaf:
-                    leaf.register_hook(hook)
+            added = [value for value in (*args, *kwargs.values()) if isinstance(value, list | dict)]
+            kept = [value for module in unit.modules for value in _attributes(module)]
+            for tensor in _torch.tensors_in([output, added, kept] if added or kept else output):
+                if tensor.requires_grad and not tensor.is_leaf and id(tensor) not in given:
+                    _hook_once(tensor, unit.hooks(self)[0])
                     unit.awaited = True
         if _torch.backward_id() == -1 and not self._inside:
             unit.reshard()
@@ -382,11 +460,12 @@ class Units:
         assert self._reducer is not None
         unit.use_unsharded(self._reducer, in_step=self._in_step)
 
-    def _end_compute(self, unit: _Unit) -> None:
+    def _end_compute(self, unit: _Unit, *, check: bool = True) -> None:
         unit.buffer.busy -= 1
         unit.depth -= 1
         if unit.depth == 0 and not self._inside:
-            unit.use_sharded()
+            written = unit.use_sharded()
+            unit.refuse_written(written if check else ())
         elif unit.depth == 0 and not unit.stays_unsharded:
             unit.use_sentinels()
 
@@ -423,7 +502,10 @@ class Units:
         for unit in self._each:
             unit.wait_for_unshard()
             if not (self._in_step and unit.stays_unsharded):
-                unit.buffer.holder, unit.awaited = None, False
+                unit.release()
+                unit.awaited = False
+            if not (self._inside or unit.depth or self._in_step):
+                unit.forget()  # what a backward function has read of the unit by a sentinel
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -486,19 +568,42 @@ def _read_apart(units: weakref.ref[Units], unit: weakref.ref[_Unit], param_state
     return live_units.read_apart(live_unit, param_state)
 
 
-def _before_backward(units: weakref.ref[Units], unit: weakref.ref[_Unit]) -> Callable[[torch.Tensor], None]:
-    """Return a hook on an output of a unit.
+def _hooks(units: weakref.ref[Units], unit: weakref.ref[_Unit]) -> tuple[Hook, Hook]:
+    """Return the hooks on an output and on an input of a unit.
 
-    It holds weak references: the garbage collector does not see through an autograd graph, so that strong references
+    They hold weak references: the garbage collector does not see through an autograd graph, so that strong references
     would keep the model alive.
     """
 
-    def hook(_grad: torch.Tensor) -> None:
+    def on_output(_grad: torch.Tensor) -> None:
         live_units, live_unit = units(), unit()
         if live_units is not None and live_unit is not None:
             live_units.before_backward(live_unit)
 
-    return hook
+    def on_input(grad: torch.Tensor) -> None:
+        if grad is not None and grad.requires_grad:  # create_graph=True: this gradient is a result of the unit too
+            grad.register_hook(on_output)
+
+    return on_output, on_input
+
+
+def _hook_once(tensor: torch.Tensor, hook: Hook) -> None:
+    """Register a hook, unless an earlier forward has: on a leaf, or on a tensor that a module keeps."""
+    if not _torch.has_hook(tensor, hook):
+        tensor.register_hook(hook)
+
+
+def _attributes(module: nn.Module) -> list[Any]:
+    """Return the attributes of a module that may be tensors, or have some."""
+    return [
+        value
+        for name, value in module.__dict__.items()
+        if name not in _OF_A_MODULE and type(value) not in _PLAIN and not isinstance(value, nn.Module)
+    ]
+
+
+_OF_A_MODULE = frozenset(vars(nn.Module()))
+_PLAIN = frozenset({bool, int, float, str, type(None), torch.dtype, torch.device, torch.Size, types.MethodType})
 
 
 def make_units(
@@ -508,7 +613,7 @@ def make_units(
     stays_unsharded: Callable[[str], bool],
     executor: Executor,
     *,
-    bucket_bytes: int,
+    joined_bytes: int,
 ) -> Units:
     """Group the parameters that are stored in shards into units, and assign each unit a buffer.
 
@@ -518,7 +623,7 @@ def make_units(
         units: the names of modules that are units.
         stays_unsharded: whether the parameter of a name stays unsharded until backward has ended.
         executor: the executor that gathers the parameters.
-        bucket_bytes: the size in bytes up to which small units are joined.
+        joined_bytes: the size in bytes up to which small units are joined.
     """
     stored = [one for one in param_states if one.is_stored_sharded]
     owners = _owners_of(model, stored)
@@ -533,7 +638,7 @@ def make_units(
             groups[name] = [one for one in group if one not in staying]
             groups.setdefault("", []).extend(staying)
     sizes = {unit: sum(map(_aligned_bytes, groups[unit])) for unit in units if unit in groups}
-    joined = join_small(sizes, resharded.__getitem__, bucket_bytes)
+    joined = join_small(sizes, resharded.__getitem__, joined_bytes)
     alternating = [_param_states_of(groups, names) for names in joined if resharded[names[0]]]
     buffers = [_buffer_for(alternating[start::2]) for start in (0, 1)]
     made: dict[str, _Unit] = {}
@@ -546,6 +651,7 @@ def make_units(
             buffer = _buffer_for([group])
         _place_in_buffer(group, buffer.flat)
         sentinels = {id(one.param): _Sentinel.of(one) for one in group}
+        modules = [module for name in names for module in model.get_submodule(name).modules() if name]
         joint = _Unit(
             ", ".join(names),
             group,
@@ -553,6 +659,7 @@ def make_units(
             buffer,
             unshard_buckets(executor, group),
             stays_unsharded=not resharded[names[0]],
+            modules=modules,
         )
         made |= dict.fromkeys(names, joint)
     all_units = Units(made)
@@ -603,19 +710,31 @@ class _Sentinel(torch.Tensor):
     Shape and dtype can be read without anything being sent; for any other op the parameter is gathered. The stored
     parameter must not stand there: in an op with tensors that differ between ranks, it would silently give wrong
     numbers.
+
+    It is a leaf that requires a gradient where the parameter does, for readers that are no torch function: a
+    `torch.autograd.Function` that is given the weight, as fused losses are, returns its gradient to the sentinel.
     """
 
     parameter: str
     read: Callable[[], torch.Tensor]
+    pass_on: Callable[[torch.Tensor], None]
+    trains: bool
 
     @staticmethod
-    def of(param_state: ParamState) -> torch.Tensor:
+    def of(param_state: ParamState) -> _Sentinel:
         dtype, device, shape = param_state.dtype, param_state.device, param_state.param.shape
         sentinel = _torch.with_values(
             lambda: torch.empty((), dtype=dtype, device=device).expand(shape).as_subclass(_Sentinel)
         )
-        sentinel.parameter = param_state.name
+        sentinel.parameter, sentinel.trains = param_state.name, False
+        _torch.mark_parameter(sentinel)
         return sentinel
+
+    def train(self, trains: bool) -> None:
+        """Require a gradient, or none."""
+        if self.trains != trains:
+            self.trains = trains
+            _torch.require_gradient(self, _on_gradient if trains else None)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -632,6 +751,19 @@ class _Sentinel(torch.Tensor):
             )
         args, kwargs = pytree.tree_map_only(_Sentinel, lambda sentinel: sentinel.read(), (args, kwargs or {}))
         return func(*args, **kwargs)
+
+
+def _on_gradient(sentinel: torch.Tensor) -> None:
+    """Pass the gradient that autograd has accumulated in a sentinel on to its parameter."""
+    assert isinstance(sentinel, _Sentinel)
+    sentinel.pass_on(_torch.take_gradient(sentinel))
+
+
+def _take_apart(units: weakref.ref[Units], param_state: ParamState, grad: torch.Tensor) -> None:
+    live = units()
+    reducer = None if live is None or live._reducer is None else live._reducer()
+    if reducer is not None:
+        reducer.take_apart(param_state, grad)
 
 
 _METADATA = {"__get__", "size", "dim", "numel", "is_floating_point", "is_complex", "element_size", "stride", "__len__"}

@@ -93,7 +93,7 @@ def compile_model(
     return compiled, params
 
 
-_NO_MATTER = ("bucket_mb", "overlap")  # of how the torch engine sends what XLA sends by itself
+_NO_MATTER = ("bucket_mb", "unbucketed_mb", "overlap")  # of how the torch engine sends what XLA sends by itself
 
 
 def refuse_settings(plan: Plan) -> None:

@@ -116,5 +116,5 @@ def _large_blocks(plan: Plan) -> set[str]:
     for row in plan.rows:
         if (unit := plan.unit(row)) in sizes:
             sizes[unit] += row.compute.local_bytes(row.global_shape, row.dtype, plan.mesh)
-    joined = join_small(sizes, lambda unit: None, plan.step.bucket_bytes)
+    joined = join_small(sizes, lambda unit: None, plan.step.joined_bytes)
     return {*plan.repeated} if len(joined) > 2 else set()

@@ -28,6 +28,7 @@ import shardlib as sl
 from shardlib.engine import _torch
 from shardlib.errors import ShardlibError
 from shardlib.layout import Layout
+from shardlib.testing.at_scale import at_scale
 
 __all__ = [
     "DDP",
@@ -209,7 +210,8 @@ class Run:
         if kind.staged:
             rules = rules.with_stages(stages)
         mesh = _mesh(kind.mesh, self.patience, dist.group.WORLD)
-        return sl.shard_model(model, mesh, rules, transforms=kind.transforms, compile=kind.compile, check=self.check)
+        transforms = (at_scale, *kind.transforms, at_scale)
+        return sl.shard_model(model, mesh, rules, transforms=transforms, compile=kind.compile, check=self.check)
 
     @contextlib.contextmanager
     def compiler(self) -> Iterator[None]:

@@ -437,7 +437,8 @@ def _devices(
     with (
         mock.patch.object(torch, AWAY, AWAY_MODULE, create=True),
         mock.patch.object(rank_plan, "device_here", lambda _mesh: device),
-        mock.patch.object(units._Sentinel, "of", lambda held: held.make_unsharded()),  # memory that holds no values
+        mock.patch.object(units._Sentinel, "of", lambda _: types.SimpleNamespace()),  # a sentinel would need values
+        mock.patch.object(units._Unit, "use_sentinels", lambda unit: None),
         mock.patch.object(transport, "exchange", _sent),
         mock.patch.object(full_step, "_owners", lambda held, _ranks: [0] * len(held)),
         mock.patch.object(full_step.agree, "exchange", lambda mine, _group: [mine]),
@@ -447,9 +448,9 @@ def _devices(
         apply.apply_plan(model, plan, mesh, check=False)
         stepping = make(model.parameters())
         steps: set[str] = set()
-        put = optimizer._Saved.put
+        put = optimizer._Step.put
         putting = mock.patch.object(
-            optimizer._Saved, "put", lambda *args: (put(*args), steps.update(_stepped_on(stepping)))
+            optimizer._Step, "put", lambda step, *args: (put(step, *args), steps.update(_stepped_on(step.stand_in)))
         )
         with putting, _NothingOnTheHostIsSent():
             for _ in range(2):

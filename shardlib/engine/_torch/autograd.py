@@ -72,12 +72,15 @@ __all__ = [
     "backward_of_weights",
     "direct_apply",
     "has_gradient_hooks",
+    "has_hook",
     "is_checkpointing",
     "is_transformed",
     "next_node_number",
     "rebind_checkpointed",
+    "require_gradient",
     "run_at_end_of_backward",
     "running_node",
+    "take_gradient",
 ]
 
 
@@ -125,6 +128,27 @@ def asks_for_gradient(node: Any) -> bool | None:
 def has_gradient_hooks(param: torch.Tensor) -> bool:
     """Tell whether the user has registered hooks on a parameter's gradient."""
     return bool(param._backward_hooks or param._post_accumulate_grad_hooks)  # type: ignore[attr-defined]
+
+
+def has_hook(tensor: torch.Tensor, hook: Callable[..., Any]) -> bool:
+    """Tell whether a hook is registered on a tensor's gradient."""
+    return hook in (tensor._backward_hooks or {}).values()
+
+
+def require_gradient(leaf: torch.Tensor, take: Callable[[torch.Tensor], None] | None) -> None:
+    """Let a leaf, of any subclass, require a gradient, and call `take` when backward has made it; or require none."""
+    with torch._C.DisableTorchFunctionSubclass():
+        leaf.requires_grad_(take is not None)
+        if take is not None and not leaf._post_accumulate_grad_hooks:
+            leaf.register_post_accumulate_grad_hook(take)
+
+
+def take_gradient(leaf: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of a leaf, of any subclass, and clear it."""
+    with torch._C.DisableTorchFunctionSubclass():
+        grad, leaf.grad = leaf.grad, None
+    assert grad is not None
+    return grad
 
 
 def running_node() -> int:

@@ -35,6 +35,12 @@ private(
     without="a fused dim cannot be sharded",
 )
 private(
+    "torch._C._autograd._unsafe_set_version_counter",
+    "torch.Tensor._version",
+    why="to let autograd refuse what it saved of memory that other parameters have taken since",
+    without="backward could silently read the weights of another module",
+)
+private(
     "torch._C._is_alias_of",
     why="to see whether a region's output is known to its surroundings by another tensor",
     without="a sparse tensor beside a region raises, since untyped_storage() does",
@@ -47,16 +53,19 @@ __all__ = [
     "DTensorSpec",
     "TensorMeta",
     "_StridedShard",
+    "alias",
     "as_replicated",
     "chunks_of",
     "intercept_data",
     "intercept_reads",
     "local_of",
     "local_shape_and_offset",
+    "mark_parameter",
     "moved",
     "replicated_spec",
     "seed_all",
     "set_local",
+    "set_version",
     "shard",
     "share_memory",
     "spec",
@@ -72,6 +81,29 @@ __all__ = [
 def local_of(tensor: DTensor) -> torch.Tensor:
     """Return the local shard: no autograd, no copy. `to_local()` would make a view that autograd records."""
     return tensor._local_tensor
+
+
+def alias(tensor: torch.Tensor) -> torch.Tensor:
+    """Return another tensor over the same memory, outside of its graph of autograd, with the same version counter."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach()
+    local = local_of(tensor).detach()  # the local tensor of a detached DTensor has a counter of its own
+    if torch.is_inference_mode_enabled():  # where a DTensor cannot be detached (2.13.0), and nothing is saved
+        return wrap(local, spec_of(tensor))
+    made = tensor.detach()
+    made._local_tensor = local  # type: ignore[attr-defined]
+    return made
+
+
+def mark_parameter(tensor: torch.Tensor) -> None:
+    """Let a tensor be an instance of `nn.Parameter`."""
+    tensor._is_param = True  # type: ignore[attr-defined]
+
+
+def set_version(tensor: torch.Tensor, version: int) -> None:
+    """Set the version counter that a tensor shares with its aliases and views."""
+    each = (tensor, local_of(tensor)) if isinstance(tensor, DTensor) else (tensor,)
+    torch._C._autograd._unsafe_set_version_counter(each, (version,) * len(each))
 
 
 def spec_of(tensor: DTensor) -> Any:

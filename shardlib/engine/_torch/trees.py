@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import types
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -29,7 +30,11 @@ __all__ = [
     "flatten_with_path",
     "leaves_of",
     "pytree",
+    "tensors_in",
 ]
+
+
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType)
 
 
 def leaves_of(*values: Any) -> Iterator[Any]:
@@ -45,6 +50,34 @@ def leaves_of(*values: Any) -> Iterator[Any]:
             yield from pytree.tree_leaves(value)
 
 
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in a value, those in dataclasses and other objects of any class included.
+
+    `pytree` opens registered containers only; models return, and keep, objects of their own.
+    """
+    opened: set[int] = set()
+    pending = [value]
+    while pending:
+        for leaf in leaves_of(pending.pop()):
+            if isinstance(leaf, torch.Tensor):
+                yield leaf
+            elif not isinstance(leaf, _LEAVES) and not isinstance(leaf, _CLOSED) and id(leaf) not in opened:
+                opened.add(id(leaf))
+                pending += _contents(leaf)
+
+
+def _contents(value: Any) -> list[Any]:
+    """Return what an object holds: the elements of a container that pytree does not know, and attributes."""
+    held: list[Any] = []
+    if isinstance(value, Mapping):
+        held += value.values()
+    elif isinstance(value, Sequence | Set):
+        held += value
+    held += getattr(value, "__dict__", {}).values()
+    held += [getattr(value, name) for name in getattr(type(value), "__slots__", ()) if hasattr(value, name)]
+    return held
+
+
 def flatten_with_path(tree: Any) -> tuple[list[tuple[Any, Any]], Any]:
     """Return the leaves of a tree with their paths, and its structure.
 
@@ -58,3 +91,4 @@ def flatten_with_path(tree: Any) -> tuple[list[tuple[Any, Any]], Any]:
 
 
 _LEAVES = (torch.Tensor, type(None), bool, int, float, str)
+_CLOSED = (torch.nn.Module, torch.Generator, torch.optim.Optimizer, type, bytes, range, *_FUNCTIONS)

@@ -73,7 +73,7 @@ def install_param_runtime(
             rank_plan.plan.units,
             lambda name: not reshards_after_forward(rank_plan.rows[name], step),
             rank_plan.executor,
-            bucket_bytes=step.bucket_bytes,
+            joined_bytes=step.joined_bytes,
         )
     reducer = GradientReducer(
         param_states,

@@ -132,19 +132,13 @@ class Bucket:
 
     # --- summing ------------------------------------------------------------------------------------------------------
 
-    def reduce(
-        self, tensors: Sequence[torch.Tensor], into: torch.Tensor | None = None, carries: Iterable[Movement] = ()
-    ) -> Handle:
+    def reduce(self, tensors: Sequence[torch.Tensor], carries: Iterable[Movement] = ()) -> Handle:
         """Begin to reduce tensors over the ranks; `sum_into` ends it and gives each rank the sum of its shards.
 
-        A tensor that moves alone must not change until then. Other tensors are packed into a workspace buffer, or into
-        the flat tensor `into` of `total` elements.
+        A tensor that moves alone must not change until then. Other tensors are packed into a workspace buffer.
         """
         borrowed = []
-        if into is not None:
-            packed = into
-            self._pack(tensors, packed)
-        elif self.alone and tensors[0].dtype == self.dtype and tensors[0].is_contiguous():
+        if self.alone and tensors[0].dtype == self.dtype and tensors[0].is_contiguous():
             packed = tensors[0].view(-1)
         else:
             packed = self.workspace.take(self.total, self.dtype, self.device)

@@ -107,22 +107,19 @@ class UpdateBucket:
         self.units = {unit_of(one.names, deferred) for one in param_states}
         first = local_of(param_states[0].param)
         self._bucket = _bucket(executor, param_states, first.dtype, first.device)
-        if self._bucket.alone and first.is_contiguous():
-            self._local = self._bucket.local_block(first.view(-1))
-        else:
-            self._local = torch.empty(self._bucket.shard_numel, dtype=first.dtype, device=first.device)
-        self.shards = self._bucket.shards_in(self._local)
         self._moving: Handle | None = None
         self._addresses: list[int] = []  # the parameters' memory, for which the following were made:
         self._local_params: list[torch.Tensor] = []
+        self._local = torch.empty(0)
+        self.shards: list[torch.Tensor] = []
         self._rows: list[torch.Tensor] = []
         self._loaded: list[torch.Tensor] = []
         self._sources: list[torch.Tensor] = []
 
     def load(self) -> None:
         """Copy the parameters into the shards, since others may have written to them (a checkpoint, an average)."""
-        locals_ = self._locals()
-        if self._local.untyped_storage().data_ptr() != locals_[0].untyped_storage().data_ptr():
+        self._locals()
+        if self._loaded:
             _torch.copy_all(self._loaded, self._sources)
 
     def _locals(self) -> list[torch.Tensor]:
@@ -132,11 +129,22 @@ class UpdateBucket:
             self._addresses, self._local_params = addresses, [local_of(one.param) for one in self.param_states]
             self._rows = self._bucket.rows_of(self._local_params)
             self._loaded, self._sources = [], []
-            for spec, local, shard in zip(self._bucket.specs, self._local_params, self.shards, strict=True):
-                for source, chosen in spec.places(local, self._bucket.transport.index):
-                    self._sources.append(source)
-                    self._loaded.append(shard.narrow(spec.dim, chosen.start, chosen.stop - chosen.start))
+            self._place_shards()
         return self._local_params
+
+    def _place_shards(self) -> None:
+        """Let the shards be a part of the parameter that travels alone; else copies, and say what is copied."""
+        bucket, first = self._bucket, self._local_params[0]
+        if bucket.alone and first.is_contiguous():
+            self._local = bucket.local_block(first.view(-1))
+            self.shards = bucket.shards_in(self._local)
+            return
+        self._local = torch.empty(bucket.shard_numel, dtype=first.dtype, device=first.device)
+        self.shards = bucket.shards_in(self._local)
+        for spec, local, shard in zip(bucket.specs, self._local_params, self.shards, strict=True):
+            for source, chosen in spec.places(local, bucket.transport.index):
+                self._sources.append(source)
+                self._loaded.append(shard.narrow(spec.dim, chosen.start, chosen.stop - chosen.start))
 
     def begin(self) -> None:
         carries = movements_of(self.param_states, "updated parameters")
@@ -149,6 +157,7 @@ class UpdateBucket:
 
     def full_gradients(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return the parameters that have a gradient, each with its full gradient."""
+        self._locals()
         grads = [local_of(one.param.grad) if one.param.grad is not None else None for one in self.param_states]
         shards = [
             torch.zeros_like(shard) if grad is None else grad for grad, shard in zip(grads, self.shards, strict=True)

@@ -73,15 +73,15 @@ class Averaging:
 class Slot:
     """The gradient of one parameter.
 
-    Between backward passes, `param.grad` is the only state: a gradient that a user sets to None or zero is gone.
+    Between backward passes, `param.grad` is the only state: a gradient that a user sets to None or zero is gone. Its
+    memory is its own: no later pass writes into a gradient that a user has kept.
 
     Attributes:
         param_state: the parameter.
         index: the index of the parameter among all.
         bucket: the bucket that reduces the gradient; None where the gradient is not reduced.
         filled: whether the running backward pass has made the gradient.
-        in_bucket: whether this rank's shard lies in memory of the bucket, which the next backward pass overwrites.
-        accumulated: while a backward pass runs, this rank's shard of earlier gradients, to which the new one is added;
+        accumulated: while a backward pass runs, the reduced gradient of earlier passes, to which the new one is added;
             for a parameter that is not stored in shards.
         unsharded: while a backward pass runs, the full gradient of a parameter that is stored in shards.
     """
@@ -90,7 +90,6 @@ class Slot:
     index: int
     bucket: ReduceBucket | None = None
     filled: bool = False
-    in_bucket: bool = False
     accumulated: torch.Tensor | None = None
     unsharded: torch.Tensor | None = None
 
@@ -126,6 +125,8 @@ class ReduceBucket(ABC):
         last: whether the bucket closes a backward pass and carries the number of missing gradients.
         missing: the number of gradients that the running backward pass has yet to make.
         begun: whether the bucket has been sent in the running backward pass.
+        taken: the gradients that are sent from their own memory, and are not in `p.grad` meanwhile: a hook that wrote
+            there would change what is sent.
     """
 
     executor: Executor
@@ -137,6 +138,7 @@ class ReduceBucket(ABC):
     last: bool = False
     missing: int = 0
     begun: bool = False
+    taken: list[torch.Tensor | None] = field(default_factory=list)
 
     @property
     def workspace_bytes(self) -> int:
@@ -169,9 +171,17 @@ class ReduceBucket(ABC):
     def set_grads(self, is_used: Callable[[Slot], bool]) -> None:
         """Set the gradients of the parameters."""
 
+    def give_back(self) -> None:
+        """Put gradients that are being sent back into `p.grad`, after the backward pass has raised: as on one device,
+        `p.grad` has what the pass has made."""
+        for slot, grad in zip(self.slots, self.taken, strict=False):
+            if not slot.param_state.is_stored_sharded:
+                slot.unreduced = grad
+        self.taken = []
+
     @abstractmethod
     def drop(self) -> None:
-        """Wait for the pending reduction and drop it, after the backward pass has raised."""
+        """Wait for the pending reduction and drop it, when the next backward pass begins after one that has raised."""
 
     def _movements(self) -> Iterator[Movement]:
         return movements_of((slot.param_state for slot in self.slots), "gradients")
@@ -182,7 +192,9 @@ class ReduceBucket(ABC):
 
     def _gradient(self, slot: Slot) -> torch.Tensor:
         grad = slot.param_state.lay_out(slot.unreduced, keep_partial=self.axes)
-        if not isinstance(grad, DTensor) and not grad.requires_grad:
+        if grad.requires_grad:  # create_graph=True: what the graph has saved stays as it is
+            grad = grad.detach().clone()
+        if not isinstance(grad, DTensor):
             return grad
         if self.axes == self.averaging.data_axes:
             return local_of(grad)
@@ -199,11 +211,11 @@ class AllReduceBucket(ReduceBucket):
     Attributes:
         on_mesh: whether gradients of DTensor parameters become DTensors on the whole mesh, as sharded gradients are:
             torch's own `clip_grad_norm_` takes DTensors of one mesh.
-        flat: the memory of the bucket; None where its only gradient is reduced in place. Each gradient has as much
-            space as the rank with the largest local shape needs: a replicated gradient must have the same offset on
-            all ranks, even if they differ in the size of other shards, since the order of a sum depends on the offset.
-        views: the local tensor of each gradient, inside `flat`.
-        grads: the tensors that `p.grad` becomes; empty where gradients are sent in another dtype than theirs.
+        flat: workspace for the gradients; None where the only one is reduced in place. Each gradient has as much space
+            as the rank with the largest local shape needs: a replicated gradient must have the same offset on all
+            ranks, even if they differ in the size of other shards, since the order of a sum depends on the offset.
+        views: the place of each gradient in `flat`, with the strides of its parameter.
+        locals: the local tensors that were packed, which get the means; None where this rank has no gradient.
         sent: the buffer that is reduced.
         work: the pending all-reduce.
     """
@@ -211,7 +223,7 @@ class AllReduceBucket(ReduceBucket):
     on_mesh: bool = False
     flat: torch.Tensor | None = None
     views: list[torch.Tensor] = field(default_factory=list)
-    grads: list[torch.Tensor] = field(default_factory=list)
+    locals: list[torch.Tensor | None] = field(default_factory=list)
     sent: torch.Tensor | None = None
     work: Any = None
 
@@ -221,12 +233,9 @@ class AllReduceBucket(ReduceBucket):
         sizes = [slot.param_state.max_local_numel for slot in self.slots]
         self.flat = torch.zeros(sum(sizes) + self.last, dtype=self.dtype, device=self.executor.device)
         for slot, piece in zip(self.slots, self.flat[: sum(sizes)].split(sizes), strict=True):
-            # With the strides of the parameter: fused optimizers treat both as flat.
             local = local_of(slot.param_state.param)
-            view = piece[: local.numel()].as_strided(local.shape, torch.empty_like(local, device="meta").stride())
-            self.views.append(view)
-            if view.dtype == local.dtype:
-                self.grads.append(self._as_grad(slot.param_state, view))
+            strides = torch.empty_like(local, device="meta").stride()
+            self.views.append(piece[: local.numel()].as_strided(local.shape, strides))
 
     def begin(self, missing_count: int) -> None:
         self.sent = self._packed(missing_count)
@@ -248,19 +257,17 @@ class AllReduceBucket(ReduceBucket):
         self.work = reduction(bucket)
 
     def _packed(self, missing_count: int) -> torch.Tensor:
-        """Return the buffer to reduce: the memory of the bucket, or its only gradient."""
-        grads = self._gradients()
+        """Return the buffer to reduce: the workspace, or the only gradient."""
+        self.locals = self._gradients()
         if self.flat is None:
-            return _dense(grads[0], self.slots[0].param_state)
-        targets, sources = [], []
-        for view, grad in zip(self.views, grads, strict=True):
-            if grad is None:
-                view.zero_()
-            elif grad.data_ptr() != view.data_ptr():
-                targets.append(view)
-                sources.append(grad)
-        if targets:
-            _torch.copy_all(targets, sources)
+            (slot,) = self.slots
+            self.taken, slot.unreduced = [slot.unreduced], None
+            return _dense(self.locals[0], slot.param_state)
+        there = [(view, grad) for view, grad in zip(self.views, self.locals, strict=True) if grad is not None]
+        if len(there) < len(self.views):
+            self.flat.zero_()
+        if there:
+            _torch.copy_all([view for view, _ in there], [grad for _, grad in there])
         if self.last:
             self.flat[-1] = missing_count
         return self.flat
@@ -276,33 +283,32 @@ class AllReduceBucket(ReduceBucket):
         return total_missing
 
     def set_grads(self, is_used: Callable[[Slot], bool]) -> None:
+        if self.flat is None:
+            self.locals = [self.sent]
+        else:
+            there = [(grad, view) for grad, view in zip(self.locals, self.views, strict=True) if grad is not None]
+            if there:
+                _torch.copy_all([grad for grad, _ in there], [view for _, view in there])
         for i, slot in enumerate(self.slots):
             if is_used(slot):
-                slot.param_state.param.grad = (
-                    self.grads[i] if self.grads else self._as_grad(slot.param_state, self._result(i))
-                )
-        self.sent = None
+                local = self.locals[i]
+                local = self.views[i].to(slot.param_state.dtype, copy=True) if local is None else local
+                slot.param_state.param.grad = self._as_grad(slot.param_state, local)
+        self.sent, self.locals, self.taken = None, [], []
 
     def drop(self) -> None:
         if self.work is not None:
             self.work.wait()
-        for slot in self.slots:
-            grad = slot.param_state.param.grad
-            if grad is not None and self.sent is not None and _torch.share_memory(local_of(grad), self.sent):
-                slot.param_state.param.grad = None
-        self.work = self.sent = None
-
-    def _result(self, index: int) -> torch.Tensor:
-        """Return a mean that is not in `grads`: of a gradient that is reduced in place, or in another dtype."""
-        assert self.sent is not None
-        if self.flat is None:
-            return self.sent
-        return self.views[index].to(self.slots[index].param_state.dtype)
+        (grad,) = [slot.param_state.param.grad for slot in self.slots] if self.flat is None else [None]
+        if grad is not None and self.sent is not None and _torch.share_memory(local_of(grad), self.sent):
+            self.sent.div_(self.executor.transport(self.axes).count)  # the sum over ranks, which is summed once more
+        self.work, self.sent, self.locals = None, None, []
 
     def _as_grad(self, param_state: ParamState, local: torch.Tensor) -> torch.Tensor:
-        if not isinstance(param_state.param, DTensor):
+        param = param_state.param
+        if not isinstance(param, DTensor):
             return local
-        return param_state.wrap(local) if self.on_mesh else _torch.wrap(local, _torch.spec_of(param_state.param))
+        return param_state.wrap(local) if self.on_mesh else _torch.wrap(local, _torch.spec_of(param))
 
 
 @dataclass(eq=False)
@@ -314,11 +320,8 @@ class ReduceScatterBucket(ReduceBucket):
         remaining_axes: the axes that do not split the shards, over which an all-reduce follows.
         sent: the gradients, until they are reduced.
         moving: the pending reduce-scatter.
-        out: this rank's shards in one flat tensor.
-        shards: this rank's shards, where they do not stay in `kept_shards`.
-        flat: the memory of full gradients, where they keep it until the step ends.
-        kept_shards: the memory of this rank's shards, where they are packed and stay until the next backward pass.
-        grads: the tensors that `p.grad` becomes, over `kept_shards`.
+        out: this rank's shards in one flat tensor, new in each pass.
+        shards: this rank's shards.
     """
 
     bucket: Bucket = field(init=False)
@@ -327,9 +330,6 @@ class ReduceScatterBucket(ReduceBucket):
     moving: Handle | None = None
     out: torch.Tensor | None = None
     shards: list[torch.Tensor] = field(default_factory=list)
-    flat: torch.Tensor | None = None
-    kept_shards: torch.Tensor | None = None
-    grads: list[DTensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         transport, device = self.like.transport, self.executor.device
@@ -337,61 +337,43 @@ class ReduceScatterBucket(ReduceBucket):
         specs = [slot.param_state.shard_spec for slot in self.slots if slot.param_state.shard_spec is not None]
         if self.last:
             specs.append(ShardSpec((transport.count,), 0, tuple((slice(r, r + 1),) for r in range(transport.count))))
-        self.bucket = bucket = Bucket(specs, transport, self.dtype, device, self.executor.workspace)
+        self.bucket = Bucket(specs, transport, self.dtype, device, self.executor.workspace)
         self.remaining_axes = tuple(axis for axis in self.axes if axis not in self.like.axes)
-        if self.like.keeps_gradient and not bucket.alone:
-            self.flat = torch.zeros(bucket.total, dtype=self.dtype, device=device)
-        if not bucket.alone and all(self._stays_in_bucket(slot.param_state) for slot in self.slots):
-            self.kept_shards = (
-                torch.empty(bucket.shard_numel, dtype=self.dtype, device=device)
-                if self.flat is None
-                else bucket.local_block(self.flat)
-            )
-            shards = bucket.shards_in(self.kept_shards)
-            self.grads = [slot.param_state.wrap(shard) for slot, shard in zip(self.slots, shards, strict=False)]
-            for slot in self.slots:
-                slot.in_bucket = True
 
     @property
     def workspace_bytes(self) -> int:
-        return self.bucket.arriving_bytes + (self.bucket.packed_bytes if self.flat is None else 0)
-
-    def _stays_in_bucket(self, param_state: ParamState) -> bool:
-        """Tell whether `p.grad` may be memory of the bucket."""
-        return (
-            not param_state.is_stored_sharded
-            and param_state.dtype == self.dtype
-            and "grad" not in param_state.offloaded
-        )
+        return self.bucket.arriving_bytes + self.bucket.packed_bytes
 
     def begin(self, missing_count: int) -> None:
+        self.taken = [slot.unreduced for slot in self.slots]
         self.sent = [_dense(grad, slot.param_state) for slot, grad in zip(self.slots, self._gradients(), strict=True)]
         if self.last:
             counts = (self.bucket.transport.count,)
             self.sent.append(torch.full(counts, missing_count, dtype=self.dtype, device=self.executor.device))
-        self.moving = self.bucket.reduce(self.sent, self.flat, self._movements())
+        self.moving = self.bucket.reduce(self.sent, self._movements())
         for slot in self.slots:
             slot.unreduced = None
 
     def wait(self) -> torch.Tensor | None:
         assert self.moving is not None
-        self.out = self._shard_memory()
+        self.out = torch.empty(self.bucket.shard_numel, dtype=self.bucket.dtype, device=self.bucket.device)
         self.bucket.sum_into(self.moving, self.out, 1.0 if self.remaining_axes or self.last else self.scale)
+        self.taken = []
         if self.remaining_axes:
             self.executor.transport(self.remaining_axes).all_reduce(self.out, self._movements()).wait()
         total_missing = self.out[-1].clone() if self.last else None
         if self.remaining_axes or self.last:
             self.out.mul_(self.scale)
         self.moving, self.sent = None, []
-        if not self.grads:
-            shards = zip(self.slots, self.bucket.shards_in(self.out), strict=False)
-            self.shards = [self._to_host(slot.param_state, shard) for slot, shard in shards]
+        shards = zip(self.slots, self.bucket.shards_in(self.out), strict=False)
+        self.shards = [self._to_host(slot.param_state, shard) for slot, shard in shards]
         return total_missing
 
     def drop(self) -> None:
         if self.moving is not None:
-            self.bucket.sum_into(self.moving, self._shard_memory(), 1.0)
-        self.moving, self.sent, self.out, self.shards = None, [], None, []
+            shards = torch.empty(self.bucket.shard_numel, dtype=self.bucket.dtype, device=self.bucket.device)
+            self.bucket.sum_into(self.moving, shards, 1.0)
+        self.moving, self.sent, self.out, self.shards, self.taken = None, [], None, [], []
 
     def _to_host(self, param_state: ParamState, shard: torch.Tensor) -> torch.Tensor:
         """Begin to copy a shard to the host, where the plan offloads the gradient; backward goes on meanwhile."""
@@ -401,27 +383,17 @@ class ReduceScatterBucket(ReduceBucket):
         param_state.copied("gradients")
         return self.executor.downloads.begin(shard)
 
-    def _shard_memory(self) -> torch.Tensor:
-        """Return memory for this rank's shards: inside of the full gradient, where that is kept."""
-        if self.kept_shards is not None:
-            return self.kept_shards
-        if self.flat is not None:
-            return self.bucket.local_block(self.flat)
-        if self.like.keeps_gradient and self.bucket.alone and self.sent[0].dtype == self.bucket.dtype:
-            return self.bucket.local_block(self.sent[0].view(-1))
-        return torch.empty(self.bucket.shard_numel, dtype=self.bucket.dtype, device=self.bucket.device)
-
     def set_grads(self, is_used: Callable[[Slot], bool]) -> None:
-        for slot, shard in zip(self.slots, self.grads or self.shards, strict=True):
+        for slot, shard in zip(self.slots, self.shards, strict=True):
             param_state, accumulated = slot.param_state, slot.accumulated
             slot.accumulated = None
-            if param_state.is_stored_sharded and param_state.param.grad is not None:
-                accumulated = local_of(param_state.param.grad)
-            if accumulated is not None or is_used(slot):
-                grad = shard if isinstance(shard, DTensor) else param_state.wrap(shard)
-                if accumulated is not None:
-                    local_of(grad).add_(accumulated)
-                param_state.param.grad = grad  # type: ignore[assignment]
+            if param_state.is_stored_sharded:
+                accumulated = param_state.param.grad
+            if accumulated is not None:
+                local_of(accumulated).add_(shard)
+                param_state.param.grad = accumulated  # type: ignore[assignment]
+            elif is_used(slot):
+                param_state.param.grad = param_state.wrap(shard)  # type: ignore[assignment]
         self.out, self.shards = None, []
 
 

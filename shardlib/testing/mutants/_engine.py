@@ -237,14 +237,14 @@ def _replicate_one(model: nn.Module) -> None:
 
 
 def _moments_lost(original: Any) -> Any:
-    def put_back(saved: Any, opt: torch.optim.Optimizer) -> None:
-        original(saved, opt)
+    def finish(step: Any) -> None:
+        original(step)
         if dist.get_rank() == dist.get_world_size() - 1:
-            for param, state in opt.state.items():
+            for param, state in step.optimizer.state.items():
                 if isinstance(param, DTensor) and param.shape[0] == 4 * param.shape[-1] and "exp_avg" in state:
                     _torch.local_of(state["exp_avg"]).zero_()
 
-    return put_back
+    return finish
 
 
 def _train_frozen(model: nn.Module) -> None:
@@ -419,7 +419,7 @@ ENGINE = (
     Mutant(
         "moments lost", "the last rank resets the optimizer state of some weights in each step",
         "areal-project/AReaL#1468; huggingface/transformers#48569", r"blocks\.0\.(mlp\.up|attn\..*)",
-        _ON_TP, replaced(optimizer._Saved, "put_back", _moments_lost),
+        _ON_TP, replaced(optimizer._Step, "finish", _moments_lost),
     ),
     Mutant(
         "one mask for all", "all data ranks draw the same dropout mask",

@@ -154,6 +154,7 @@ def call_other_modules_each_step(run: Run):
 
 
 @refused_in_pipelines
+@noticed("zero(3)", "Ranks do different things")
 def call_other_modules_on_each_rank(run: Run):
     """Call another block on each data rank, as routed models do."""
     torch.manual_seed(0)

@@ -699,7 +699,6 @@ def backward_through_a_freed_graph(run: Run, model: Any):
 
 
 @refused_in_pipelines
-@refused("zero(3), fsdp x tp", "was changed, as by a step, after the forward")
 def backward_through_an_old_graph(run: Run, model: Any):
     """Go back through a graph from before a step, which raises, and train on."""
     optimizer = run.optimizer(model)
