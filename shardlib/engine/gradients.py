@@ -90,7 +90,7 @@ class GradientReducer:
             one.shard_spec is not None or not one.compute.axes.isdisjoint(data_axes) for one in param_states
         )
         self._slot_of = {id(slot.param_state.param): slot for slot in self._slots}
-        self._buckets: list[ReduceBucket] = []
+        self.buckets: list[ReduceBucket] = []
         self._learned = False
         self._arrived: dict[int, Axes] = {}  # until buckets are laid out in the order of gradients
         self._ending: weakref.ref[Callable[[], None]] | None = None  # the callback at the end of this pass
@@ -291,12 +291,12 @@ class GradientReducer:
             self._pass = self._pass % self.passes + 1
             closing = self._pass == self.passes
         self._closing = closing and self.passes > 1
-        to_send = [b for b in self._buckets if closing or b.like.reduces_every_pass]
+        to_send = [b for b in self.buckets if closing or b.like.reduces_every_pass]
         to_send = [b for b in to_send if self.enabled or (b.like.is_stored_sharded and not self._keeping)]
         self.reductions.restart(to_send)
         self._used = None
         self._arrived.clear()
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             bucket.reset()
 
     def leaves(self) -> list[torch.Tensor]:
@@ -486,7 +486,7 @@ class GradientReducer:
         for bucket in self.reductions.buckets:
             bucket.set_grads(self._is_used)
         self._average_passes()
-        ends_step = self.enabled and not self.is_between_passes() and (self.reductions.buckets or not self._buckets)
+        ends_step = self.enabled and not self.is_between_passes() and (self.reductions.buckets or not self.buckets)
         if ends_step and self._end_step is not None:
             self._end_step()
         self.reductions.restart()
@@ -553,12 +553,12 @@ class GradientReducer:
         )
         regular = [(batch[0][1], [slot for slot, _ in batch]) for batch in batches]
         closing = self._take_closing(regular) if self.data_axes and regular else None
-        self._buckets = [self._bucket(axes, slots, slots[0].param_state) for axes, slots in regular]
+        self.buckets = [self._bucket(axes, slots, slots[0].param_state) for axes, slots in regular]
         if closing is not None:
-            self._buckets.append(self._bucket(*closing, last=True))
+            self.buckets.append(self._bucket(*closing, last=True))
         for slot in self._slots:
             slot.bucket = None
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             bucket.reset()
             for slot in bucket.slots:
                 slot.bucket = bucket

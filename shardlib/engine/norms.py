@@ -22,7 +22,7 @@ from shardlib.engine import _torch
 from shardlib.engine.borders import moved
 from shardlib.engine.lost import naming_lost_ranks
 from shardlib.engine.params import local_of
-from shardlib.engine.sharded import param_state_of
+from shardlib.engine.sharded import param_state_of, records_of
 from shardlib.errors import ShardingError
 
 __all__ = ["clip_among", "clip_grad_norm_", "clip_grad_value_", "get_grad_norm"]
@@ -167,6 +167,8 @@ def _checked_type(norm_type: float) -> float:
 
 def _gradients(params: Iterable[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield the parameters that have a gradient, with the gradient; reduce partial sums first."""
+    params = [*params]
+    _refuse_between_passes(params)
     for param in params:
         if (grad := param.grad) is not None:
             if (param_state := param_state_of(param)) is not None:
@@ -174,6 +176,16 @@ def _gradients(params: Iterable[torch.Tensor]) -> Iterator[tuple[torch.Tensor, t
             if isinstance(grad, DTensor) and any(placement.is_partial() for placement in grad.placements):
                 grad = moved(grad, tuple(Replicate() if each.is_partial() else each for each in grad.placements))
             yield param, grad
+
+
+def _refuse_between_passes(params: list[torch.Tensor]) -> None:
+    reducer = next((one.reducer for one in records_of(params) if one.reducer.is_between_passes()), None)
+    if reducer is not None:
+        raise ShardingError(
+            f"The plan makes a step of {reducer.passes} backward passes (accumulate), and not all have run: gradients "
+            "are partial sums, whose norm and whose clipping mean nothing. Clip after the last pass; or let "
+            "shardlib.OptimizerWrapper(...).clip_grad_norm_ count them: it does nothing before."
+        )
 
 
 def _device_of(params: list[torch.Tensor]) -> torch.device:
@@ -212,7 +224,7 @@ def _power(tensors: list[torch.Tensor], p: float, device: torch.device) -> torch
     """Return the term that is reduced over ranks: the norm to the power of p; for inf, the maximum and a nan flag."""
     norms = [
         norm.to(device, _SUM_DTYPE)
-        for batch in _by_device_and_dtype(tensors)
+        for batch in _by_device_and_dtype([one.abs() if one.is_complex() else one for one in tensors])
         for norm in _torch.norms_of(batch, p, _norm_dtype([batch[0].dtype]))
     ]
     each = torch.stack(norms) if norms else torch.zeros(1, dtype=_SUM_DTYPE, device=device)

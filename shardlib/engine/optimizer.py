@@ -284,6 +284,7 @@ class _Step:
 
     Attributes:
         optimizer: the optimizer, which keeps its param groups and state.
+        is_of_torch: whether torch or shardlib has written its step, which counts nothing and assigns no `p.data`.
         stand_in: the object that steps in its place.
         params: all parameters of the groups.
         states: the states of those of sharded models, by the parameter's id.
@@ -299,6 +300,7 @@ class _Step:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
+        self.is_of_torch = type(optimizer).__module__.partition(".")[0] in ("torch", "shardlib")
         self.params: list[torch.Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
         self.states = param_states_of(records_of(self.params))
         self.updates: list[Updates] = []
@@ -352,6 +354,8 @@ class _Step:
                 param_state.keep_master(None if state is not None else leaf)
         for param, leaf in self.full.items():
             leaf.grad = None
+            if not _torch.share_memory(local_of(leaf), local_of(param)):  # the step has assigned `p.data`
+                param.data = leaf.detach()
             if leaf in inner:
                 inner[param] = inner.pop(leaf)
         outer.update(inner)
@@ -364,7 +368,7 @@ class _Step:
             if param_state.steps_on_host:
                 offload.upload(leaf, memory, param_state.mutable.staging["shard"])
                 param_state.copied("updated parameters")
-            elif leaf is not memory:
+            elif leaf is not memory and not _torch.share_memory(leaf, memory):
                 memory.copy_(leaf)
         self.written = len(self.leaves)
 
@@ -386,13 +390,12 @@ def _step_on_local_tensors(step: _Step) -> bool:
         size=lambda one: local_of(one.param).nbytes,
         limit=PIECE_BYTES,
     )
-    in_pieces = type(step.optimizer).__module__.partition(".")[0] in ("torch", "shardlib")
     stepped: set[int] = set()
     # While a piece steps, the next ones are copied.
     for downloads, copies in [_copies_on_host(piece, step.shards) for piece in pieces]:
         downloads.wait()
         step.copies |= copies
-        if in_pieces:
+        if step.is_of_torch:
             _step_piece(step, copies)
             stepped |= copies.keys()
     step.put(lambda p: None if id(p) in stepped else _leaf(p, step))
@@ -538,7 +541,10 @@ def _leaf(param: torch.Tensor, step: _Step) -> torch.Tensor:
     if on_host is not None:
         leaf, grad = on_host
     else:
-        leaf, grad = memory, None if param.grad is None else _local_gradient(param_state)
+        leaf, grad = (
+            memory if step.is_of_torch else memory.detach(),
+            None if param.grad is None else _local_gradient(param_state),
+        )
     if param_state.master_dtype is not None:
         leaf = _master(param_state, leaf, inner.get(param, {}))
     step.leaves.append((leaf, param_state, memory))

@@ -151,6 +151,7 @@ class Updates:
     def __init__(self, buckets: Sequence[UpdateBucket], deferred: Sequence[str]) -> None:
         self.buckets, self._has_deferred = list(buckets), bool(deferred)
         self._pending: list[UpdateBucket] = []
+        self._stepping: Sequence[torch.Tensor] = ()  # the parameters of a step that has not ended
         self._bucket_of = {
             id(one.param): (bucket, i) for bucket in self.buckets for i, one in enumerate(bucket.param_states)
         }
@@ -161,11 +162,12 @@ class Updates:
         found = {key: self._bucket_of[key] for key in map(id, params) if key in self._bucket_of}
         for bucket in {id(bucket): bucket for bucket, _ in found.values()}.values():
             bucket.load()
+        self._stepping = params
         return {key: bucket.shards[i] for key, (bucket, i) in found.items()}
 
     def begin(self, params: Sequence[torch.Tensor]) -> None:
         """Gather the updated shards of some parameters. Collective over the axes that split them."""
-        ids = set(map(id, params))
+        ids, self._stepping = set(map(id, params)), ()
         self._pending = [bucket for bucket in self.buckets if not ids.isdisjoint(bucket.ids)]
         for bucket in self._pending:
             bucket.begin()
@@ -173,7 +175,12 @@ class Updates:
             self.wait()
 
     def wait(self, module: str | None = None) -> None:
-        """Wait for the parameters of a module; "" is for all outside of deferred modules, None for all parameters."""
+        """Wait for the parameters of a module; "" is for all outside of deferred modules, None for all parameters.
+
+        After a step that has raised, gather what it has updated before, so that ranks do not differ.
+        """
+        if self._stepping:
+            self.begin(self._stepping)
         pending, self._pending = self._pending, []
         for bucket in pending:
             if module is None or module in bucket.units:

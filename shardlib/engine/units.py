@@ -346,6 +346,7 @@ class Units:
         self._order: RunOrder[_Unit] = RunOrder()
         self._inside = 0  # forwards of the whole model that are running
         self._in_step = False
+        self.prefetched = 0  # how often a unit was gathered while another one computed
         this = weakref.ref(self)
         for unit in self._each:
             for *_, param_state, sentinel in unit.owners:
@@ -536,6 +537,7 @@ class Units:
         if following is None or following.is_unsharded:
             return
         if following.buffer is not unit.buffer and not following.buffer.busy:
+            self.prefetched += 1
             following.begin_unshard()
 
 

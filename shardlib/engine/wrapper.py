@@ -278,9 +278,12 @@ class OptimizerWrapper(torch.optim.Optimizer):
     ) -> torch.Tensor:
         """Scale gradients so that their norm, over all elements of all parameters, is at most `max_norm`.
 
-        Returns the norm before clipping. Under a loss scale, gradients that are not finite are not clipped: the step
-        will be skipped.
+        Returns the norm before clipping. Between the backward passes of one step it does nothing, as `step` and
+        `zero_grad` do, and returns nan: gradients are partial sums then. Under a loss scale, gradients that are not
+        finite are not clipped: the step will be skipped.
         """
+        if self._is_between_passes():
+            return torch.full((), math.nan, device=self._record.reducer.executor.device)
         self._finish_gradients()
         overflow = self.scaler is not None and self.scaler.overflowed
         return clip_among(
@@ -292,7 +295,9 @@ class OptimizerWrapper(torch.optim.Optimizer):
         )
 
     def clip_grad_value_(self, clip_value: float) -> None:
-        """Clamp every element of every gradient to [-clip_value, clip_value]."""
+        """Clamp every element of every gradient to [-clip_value, clip_value]; between the passes of a step, nothing."""
+        if self._is_between_passes():
+            return
         self._finish_gradients()
         clip_grad_value_(self._params(), clip_value)
 

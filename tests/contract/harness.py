@@ -197,7 +197,9 @@ class Run:
         torch.manual_seed(0)
         return net
 
-    def shard(self, model: nn.Module, split: Mapping[str, str] = SPLIT, stages: Any = STAGES) -> Any:
+    def shard(
+        self, model: nn.Module, split: Mapping[str, str] = SPLIT, stages: Any = STAGES, transforms: tuple[Any, ...] = ()
+    ) -> Any:
         """Shard a model; on one device, return it."""
         if self.alone:
             return model
@@ -210,7 +212,7 @@ class Run:
         if kind.staged:
             rules = rules.with_stages(stages)
         mesh = _mesh(kind.mesh, self.patience, dist.group.WORLD)
-        transforms = (at_scale, *kind.transforms, at_scale)
+        transforms = (at_scale, *kind.transforms, *transforms, at_scale)
         return sl.shard_model(model, mesh, rules, transforms=transforms, compile=kind.compile, check=self.check)
 
     @contextlib.contextmanager

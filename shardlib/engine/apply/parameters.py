@@ -112,7 +112,7 @@ def install_param_runtime(
     root = Root(reducer, inputs, units, casting(rank_plan))
     for handle in root.install(model):
         installed.callback(handle.remove)
-    if updates is not None and deferred:
+    if updates is not None:
         for handle in wait_in_model(updates, model):
             installed.callback(handle.remove)
     return ParamRuntime(reducer, units, updates, comparison)

@@ -116,10 +116,15 @@ class UpdateBucket:
         self._loaded: list[torch.Tensor] = []
         self._sources: list[torch.Tensor] = []
 
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the shards are a part of the parameter."""
+        self._locals()
+        return not self._loaded
+
     def load(self) -> None:
         """Copy the parameters into the shards, since others may have written to them (a checkpoint, an average)."""
-        self._locals()
-        if self._loaded:
+        if not self.is_in_place:
             _torch.copy_all(self._loaded, self._sources)
 
     def _locals(self) -> list[torch.Tensor]:

@@ -22,7 +22,11 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Case:
-    """The arguments of `equivalent`, checked; it travels to the ranks."""
+    """The arguments of `equivalent`, checked; it travels to the ranks.
+
+    `scales` are the sharded runs: at sizes of buckets by which the model takes the paths of a large one, and at those
+    of the plan.
+    """
 
     model: Callable[[], nn.Module]
     batch: Callable[[int], Any]
@@ -43,6 +47,7 @@ class Case:
     before_step: Callable[[nn.Module, int], Any] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     engine: Literal["torch", "jax"] = "torch"
+    scales: tuple[bool, ...] = (True, False)
 
     def __post_init__(self) -> None:
         for what in ("model", "batch"):

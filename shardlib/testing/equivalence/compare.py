@@ -25,16 +25,17 @@ from shardlib.errors import InputError
 from shardlib.layout import Layout
 from shardlib.testing.equivalence import measure, parts
 from shardlib.testing.equivalence.case import Case
+from shardlib.testing.equivalence.paths import Paths, paths_of
 from shardlib.testing.equivalence.precision import Coarsest
 from shardlib.testing.equivalence.train import (
     Run,
     Twins,
+    all_twins,
     cast,
     elsewhere,
     is_pipeline,
     named_tensors,
     single_device,
-    twins,
 )
 
 __all__ = ["KINDS", "START", "Key", "Measured", "compare", "in_order", "limits", "wrong"]
@@ -61,6 +62,7 @@ class Measured:
         gathered: names of the ops that ranks computed on unsharded tensors, for lack of a sharding rule.
         tensors: the number of compared parameters and buffers.
         coarsest: the coarsest dtype that the model computes in; None where no limit had to be measured.
+        paths: the paths of the engine that the sharded run has taken; None without a plan.
     """
 
     errors: dict[Key, float] = field(default_factory=dict)
@@ -72,43 +74,55 @@ class Measured:
     gathered: set[str] = field(default_factory=set)
     tensors: int = 0
     coarsest: torch.dtype | None = None
+    paths: Paths | None = None
 
 
-def compare(case: Case) -> Measured:
-    """Compare the runs of a case, on every rank of its mesh; return the same on all."""
+def compare(case: Case) -> list[tuple[Case, Measured]]:
+    """Compare the runs of a case at each of its scales, on every rank of its mesh; return the same on all."""
     with Progress(f"proving on {case.mesh}", unit="passes") as progress:
-        both = twins(case)
-        progress.total = both.case.steps * both.case.accumulate
+        each = all_twins(case)
+        progress.total = each[0].case.steps * each[0].case.accumulate
         with ops.record() as gathered:
-            notes = _train(both, progress.advance)
-        notes.measured.gathered = {each.op for each in gathered}
-        notes.layouts()
-        return notes.exchanged()
+            of_each = _train(each, progress.advance)
+        for notes in of_each:
+            notes.measured.gathered = {one.op for one in gathered}
+            notes.layouts()
+            notes.paths()
+        return [(dataclasses.replace(case, scales=notes.both.case.scales), notes.exchanged()) for notes in of_each]
 
 
-def _train(both: Twins, advance: Callable[[], None]) -> _Notes:
-    notes = _Notes(both)
-    notes.tensors(START)
-    for step in range(both.case.steps):
-        for run in both.runs:
+def _train(each: list[Twins], advance: Callable[[], None]) -> list[_Notes]:
+    """Train the runs side by side: those of one device once, which all sharded runs are compared with."""
+    case = each[0].case
+    runs = list(dict.fromkeys(run for both in each for run in both.runs))
+    of_each = [_Notes(both) for both in each]
+    for notes in of_each:
+        notes.tensors(START)
+    for step in range(case.steps):
+        for run in runs:
             run.begin(step)
-        for micro in range(both.case.accumulate):
-            losses = [run.forward_backward(step, micro) for run in both.runs]
-            notes.batch(step * both.case.accumulate + micro)
-            suffix = f" of pass {micro}" if both.case.accumulate > 1 else ""
-            notes.loss(step, f"loss{suffix}", losses)
-            notes.outputs(step, suffix)
+        for micro in range(case.accumulate):
+            losses = {run: run.forward_backward(step, micro) for run in runs}
+            suffix = f" of pass {micro}" if case.accumulate > 1 else ""
+            for notes in of_each:
+                notes.batch(step * case.accumulate + micro)
+                notes.loss(step, f"loss{suffix}", [losses[run] for run in notes.both.runs])
+                notes.outputs(step, suffix)
             advance()
-        notes.gradients(step)
-        notes.norms(step, [run.clip() for run in both.runs])
-        for run in both.runs:
+        for notes in of_each:
+            notes.gradients(step)
+        norms = {run: run.clip() for run in runs}
+        for notes in of_each:
+            notes.norms(step, [norms[run] for run in notes.both.runs])
+        for run in runs:
             run.step()
-        notes.state(step)
-        plan = both.sharded.plan
-        if step == both.case.steps - 1 or plan is None or not plan.step.overlap:
-            notes.tensors(step)
-        # Else they arrive while the next forward runs, and what comes of it is compared. Reading them would wait.
-    return notes
+        for notes in of_each:
+            notes.state(step)
+            plan = notes.both.sharded.plan
+            if step == case.steps - 1 or plan is None or not plan.step.overlap:
+                notes.tensors(step)
+            # Else they arrive while the next forward runs, and what comes of it is compared. Reading them would wait.
+    return of_each
 
 
 class _Notes:
@@ -213,6 +227,12 @@ class _Notes:
             if kind != "output":
                 self.prints[key] = (parts.shard_key(got), agree.fingerprint(mine))
 
+    def paths(self) -> None:
+        """Record the paths that the sharded run has taken."""
+        run = self.both.sharded
+        if isinstance(run, Run) and is_sharded(run.model):
+            self.measured.paths = paths_of(run.model, at_scale=self.both.case.scales[0])
+
     def layouts(self) -> None:
         """Record layouts that differ from the plan; without a plan, from those at the start of training."""
         run = self.both.sharded
@@ -229,11 +249,11 @@ class _Notes:
     def exchanged(self) -> Measured:
         """Exchange measurements, so that every rank has the largest distances and the disagreements of replicas."""
         mine = (self.measured, self.means, self.prints, self.batches, self.references)
-        every = agree.exchange(mine, classes=[Measured])
+        every = agree.exchange(mine, classes=[Measured, Paths])
         ranks, means, prints, batches, references = map(list, zip(*every, strict=True))
         _batches_agree(batches)
         _references_agree(references)
-        merged = Measured(tensors=self.measured.tensors)
+        merged = Measured(tensors=self.measured.tensors, paths=self.measured.paths)
         for rank, measured in enumerate(ranks):
             for key, error in measured.errors.items():
                 merged.errors[key] = max(merged.errors.get(key, 0.0), error)
@@ -420,6 +440,6 @@ def _moved_by(case: Case, unit: float, advance: Callable[[], None], *, seed: int
             sign = torch.randint(0, 2, p.shape, generator=generator).to(p.dtype) * 2 - 1
             p.mul_(1 + sign * unit)
     both = Twins(case, Run(case, model), Run(case, moved), None, parts.RankCoordinate(case.mesh, {}))
-    notes = _train(both, advance)
+    (notes,) = _train([both], advance)
     means = {key: _relative(*mean) for key, mean in notes.means.items()}
     return notes.measured.errors | means

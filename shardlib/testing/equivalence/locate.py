@@ -76,7 +76,7 @@ def locate(case: Case, measured: Measured, failed: list[Key]) -> Origin:
         return _of_stages(measured, failed[0])
     if case.options.get("compile") is not None:
         case = dataclasses.replace(case, options={**case.options, "compile": None})
-        measured = compare(case)
+        ((case, measured),) = compare(case)
         failed = wrong(measured, limits(case, measured))
         if not failed:
             return Origin("", "compiled blocks alone: with compile=None everything agrees", step, math.inf)

@@ -215,10 +215,13 @@ def prove(case: Case) -> Report:
     begun = time.perf_counter()
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
-        measured = compare(case)
-        limit = limits(case, measured)
-        failed = wrong(measured, limit)
-        origin = locate(case, measured, failed) if failed else _of_replicas(measured)
+        found = compare(case)
+        for at_one_scale, measured in found:
+            limit = limits(at_one_scale, measured)
+            failed = wrong(measured, limit)
+            origin = locate(at_one_scale, measured, failed) if failed else _of_replicas(measured)
+            if origin is not None:
+                break
         if origin is not None and case.engine == "jax":  # one process holds all, and every value is whole
             origin = dataclasses.replace(origin, ranks=(), layout="")
     return Report(
@@ -235,6 +238,7 @@ def prove(case: Case) -> Report:
         tuple(dict.fromkeys(str(warning.message) for warning in heard)),
         time.perf_counter() - begun,
         case.engine,
+        tuple(each.paths for _, each in found if each.paths is not None),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +12,7 @@ from shardlib._mesh import MeshShape
 from shardlib.errors import ShardlibError, printable
 from shardlib.testing.equivalence.compare import START, Key
 from shardlib.testing.equivalence.locate import Origin
+from shardlib.testing.equivalence.paths import Paths
 
 __all__ = ["Difference", "NotEquivalentError", "Report"]
 
@@ -62,6 +64,9 @@ class Report:
         warnings: the warnings of the sharded run, on the first rank, each once.
         seconds: the seconds that the ranks took.
         engine: the engine of the sharded run, "torch" or "jax".
+        paths: the paths of the engine that sharded runs have taken: at sizes of buckets by which this model takes those
+            of a large one and, where they differ, at the plan's own sizes. The differences are those of the first run
+            that differs, else of the last one.
     """
 
     mesh: MeshShape
@@ -77,6 +82,7 @@ class Report:
     warnings: tuple[str, ...] = ()
     seconds: float = 0.0
     engine: str = "torch"
+    paths: tuple[Paths, ...] = ()
 
     @property
     def failures(self) -> tuple[Difference, ...]:
@@ -117,13 +123,20 @@ class Report:
                 lines += [f"  {name}: {text}" for name, text in list(found.items())[:5]]
         notes = (
             *self.notes,
+            *self._few_units(),
             *(
                 f"{op} had no sharding rule: every rank all-gathered its operands and computed it in full"
                 for op in self.gathered
             ),
         )
+        lines += [str(paths) for paths in self.paths]
         lines += [*(f"Note: {note}" for note in notes), *(f"Warning: {warning}" for warning in self.warnings)]
         return printable("\n".join(lines))
+
+    def _few_units(self) -> Iterator[str]:
+        """Say where parameters are stored in shards, and all were in one unit."""
+        if self.paths and max(paths.units for paths in self.paths) == 1:
+            yield "one unit holds all parameters that are stored in shards: nothing was proved of several units"
 
     def _table(self) -> list[str]:
         rows = [("", "worst", "error", "limit", "wrong of")]

@@ -22,11 +22,12 @@ from shardlib.engine._torch import pytree
 from shardlib.engine.exact import draw_exactly, exact_random
 from shardlib.engine.sharded import is_sharded, record_of
 from shardlib.errors import InputError, ShardlibError
+from shardlib.testing.at_scale import at_scale
 from shardlib.testing.equivalence.case import Case, default_loss, rows_of
 from shardlib.testing.equivalence.parts import RankCoordinate
 from shardlib.testing.equivalence.trace import Trace, clean, tracing
 
-__all__ = ["Run", "Trained", "Twins", "cast", "elsewhere", "is_pipeline", "named_tensors", "twins"]
+__all__ = ["Run", "Trained", "Twins", "all_twins", "cast", "elsewhere", "is_pipeline", "named_tensors", "twins"]
 
 
 def named_tensors(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, torch.Tensor]]:
@@ -302,23 +303,46 @@ class Twins:
 
 
 def twins(case: Case) -> Twins:
-    """Build the model once, copy it, and shard the copy. Every rank of the mesh calls it; for JAX one process."""
+    """Return the runs of a case at its first scale."""
+    return all_twins(dataclasses.replace(case, scales=case.scales[:1]))[0]
+
+
+def all_twins(case: Case) -> list[Twins]:
+    """Build the model once, copy it, and shard the copy, for each scale; where nothing is sent between the phases of
+    parameters, scales do not differ. Every rank of the mesh calls it; for JAX one process.
+
+    The runs of one device are those of all scales.
+    """
     if case.engine == "jax":
-        return _twins_on_jax(case)
+        return [_twins_on_jax(case)]
     device_mesh = make_mesh(case.mesh)
     rank_coordinate = RankCoordinate(case.mesh, case.mesh.coordinate(dist.get_rank()))
     single = single_device(case).to(device_mesh.device_type)
     exact = in_dtype(_torch.copied(single), torch.float64) if case.dtype is not torch.float64 else None
-    model = _sharded(case, _torch.copied(single), device_mesh, rank_coordinate)
-    averaged = plan_of(model).step.accumulate if is_sharded(model) else 1
+    first = _sharded(case, _torch.copied(single), device_mesh, rank_coordinate)
+    models = [first]
+    for scale in case.scales[1:] if _has_scales(case, first) else ():
+        other = dataclasses.replace(case, scales=(scale,))
+        models.append(_sharded(other, _torch.copied(single), device_mesh, rank_coordinate))
+    averaged = plan_of(first).step.accumulate if is_sharded(first) else 1
     case = _with_passes(case, averaged)
-    return Twins(
-        case,
-        Run(case, single),
-        Run(case, model, rank_coordinate.data, sharded=True),
-        None if exact is None else Run(case, exact),
-        rank_coordinate,
-    )
+    alone, exact_run = Run(case, single), None if exact is None else Run(case, exact)
+    return [
+        Twins(
+            dataclasses.replace(case, scales=(scale,)),
+            alone,
+            Run(case, model, rank_coordinate.data, sharded=True),
+            exact_run,
+            rank_coordinate,
+        )
+        for model, scale in zip(models, case.scales, strict=False)
+    ]
+
+
+def _has_scales(case: Case, model: nn.Module) -> bool:
+    """Return whether sizes of buckets change anything."""
+    chosen = case.options.keys() & {"bucket_mb"}
+    return is_sharded(model) and not chosen and next(iter(plan_of(model).movements()), None) is not None
 
 
 def _with_passes(case: Case, averaged: int) -> Case:
@@ -371,7 +395,11 @@ def _sharded(case: Case, model: nn.Module, device_mesh: DeviceMesh, rank_coordin
     if case.shard is None:
         rng = "fast" if case.mesh.pipeline_axes else case.rng  # stages draw at the same time
         chosen = {"compile": None, "rng": rng, **case.options}
-        return shard_model(model, device_mesh, case.rules, transforms=case.transforms, **chosen)
+        rules, transforms = case.rules, case.transforms
+        if case.scales[0] and "bucket_mb" not in case.options:
+            rules = at_scale(rules) if isinstance(rules, Plan) else rules
+            transforms = (at_scale, *transforms, at_scale)
+        return shard_model(model, device_mesh, rules, transforms=transforms, **chosen)
     made = case.shard(model, device_mesh)
     if not isinstance(made, nn.Module):
         raise InputError(f"shard= returned a {type(made).__name__}; it has to return the sharded nn.Module.")

@@ -890,3 +890,151 @@ def anomaly_mode(run: Run, model: Any):
     """Train under `detect_anomaly`."""
     with torch.autograd.detect_anomaly(check_nan=True):
         return run.trained(model)
+
+
+# --- kept, and after exceptions ---------------------------------------------------------------------------------------
+
+
+@refused_in_pipelines
+def keep_gradients(run: Run, model: Any):
+    """Keep the gradients of one backward while the next ones run, as for PCGrad."""
+    kept = []
+    for i in range(3):
+        run.backward(model, i)
+        kept.append({name: p.grad for name, p in model.named_parameters()})
+        model.zero_grad()
+    return [{name: grad.detach().clone() for name, grad in grads.items()} for grads in kept]
+
+
+@refused_in_pipelines
+def project_gradients(run: Run, model: Any):
+    """Project the gradients of two losses on each other, and step on their sum, as PCGrad does."""
+    optimizer = run.optimizer(model)
+    kept = []
+    for i in range(2):
+        optimizer.zero_grad()
+        run.backward(model, i)
+        kept.append([p.grad for p in model.parameters()])
+    for p, a, b in zip(model.parameters(), *kept, strict=True):
+        p.grad = a + b - 0.5 * (a * b).sum() * a
+    optimizer.step()
+    return run.weights(model)
+
+
+@refused_in_pipelines
+def gradients_accumulate_in_place(run: Run, model: Any):
+    """Keep the gradient of a parameter, which the next backward adds to."""
+    run.backward(model)
+    kept = [p.grad for p in model.parameters()]
+    run.backward(model, 1)
+    return all(a is p.grad for a, p in zip(kept, model.parameters(), strict=True)), [a.detach().clone() for a in kept]
+
+
+class _Raise(torch.autograd.Function):
+    """Raises in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        raise ArithmeticError("in backward")
+
+
+@refused_in_pipelines
+def accumulate_around_a_backward_that_raises(run: Run, model: Any):
+    """Accumulate two backward passes, between which one raises before it has made a gradient."""
+    run.backward(model)
+    raised = _raises(lambda: _Raise.apply(run.loss(model, 1)).backward())
+    before = run.gradients(model)
+    run.backward(model, 2)
+    return raised, before, run.gradients(model)
+
+
+@refused_in_pipelines
+@as_ddp("replicate, zero(1), zero(2)", "what a rank has made of a gradient is its own until a backward pass has ended")
+@broken("zero(3), fsdp x tp", "what a pass that raised has made of parameters that are stored in shards is dropped")
+def accumulate_around_a_backward_that_raises_late(run: Run, model: Any):
+    """Read gradients after a backward that raises when it has made some of them."""
+    handle = model.blocks[0].register_forward_hook(lambda _module, _args, out: _Raise.apply(out))
+    loss = run.loss(model)
+    handle.remove()
+    return _raises(loss.backward), run.gradients(model)
+
+
+@refused_in_pipelines
+def train_after_a_backward_that_raises_late(run: Run, model: Any):
+    """Clear gradients after a backward that raised when it had made some of them, and train on."""
+    handle = model.blocks[0].register_forward_hook(lambda _module, _args, out: _Raise.apply(out))
+    loss = run.loss(model)
+    handle.remove()
+    raised = _raises(loss.backward)
+    model.zero_grad()
+    return raised, run.trained(model)
+
+
+# --- OptimizerWrapper -------------------------------------------------------------------------------------------------
+
+
+def _in_passes(run: Run, *, limit: float, counts: bool = False, by_value: bool = False) -> Any:
+    """Two steps of three passes each, with clipping in the loop of passes, as README writes it."""
+    model = run.shard(run.model(), transforms=(sl.accumulate(3),))
+    inner = torch.optim.SGD(model.parameters(), lr=0.5)
+    optimizer = None if run.alone else sl.OptimizerWrapper(inner, model)
+    clip = nn.utils.clip_grad_value_ if by_value else nn.utils.clip_grad_norm_
+    norms = []
+    for step in range(2):
+        losses = []
+        for i in range(3 * step, 3 * step + 3):
+            batch = run.batch(i)
+            rows = model(batch).square().mean(1)
+            tokens = (batch[:, 0] > -0.5).sum() if counts else None
+            losses.append((rows.sum() if counts else rows.mean(), tokens))
+            if optimizer is None:
+                continue
+            optimizer.zero_grad()
+            optimizer.backward(losses[-1] if counts else losses[-1][0])
+            norm = optimizer.clip_grad_value_(limit) if by_value else optimizer.clip_grad_norm_(limit)
+            optimizer.step()
+        if optimizer is None:
+            total = sum(loss for loss, _ in losses) / (sum(count for _, count in losses) if counts else 3)
+            inner.zero_grad()
+            total.backward()
+            norm = clip(model.parameters(), limit)
+            inner.step()
+        norms.append(None if by_value else norm)
+    return norms, run.weights(model)
+
+
+@everywhere
+@refused_in_pipelines
+def clip_in_every_pass(run: Run):
+    """Clip the norm in the loop of `accumulate(3)`, in every pass, where it binds."""
+    return _in_passes(run, limit=0.05)
+
+
+@everywhere
+@refused_in_pipelines
+def clip_values_in_every_pass(run: Run):
+    """Clip the values in the loop of `accumulate(3)`, in every pass, where it binds."""
+    return _in_passes(run, limit=0.01, by_value=True)
+
+
+@refused_in_pipelines
+def measure_the_norm_in_every_pass(run: Run):
+    """Clip the norm to what it never reaches in the loop of `accumulate(3)`, in every pass."""
+    return _in_passes(run, limit=1e9)
+
+
+@refused_in_pipelines
+def count_tokens_in_every_pass(run: Run):
+    """Clip the norm to what it never reaches, in every pass of `accumulate(3)`, of losses with their counts."""
+    return _in_passes(run, limit=1e9, counts=True)
+
+
+@everywhere
+@refused_in_pipelines
+def count_tokens_and_clip_in_every_pass(run: Run):
+    """Clip the norm where it binds, in every pass of `accumulate(3)`, of losses with their counts."""
+    return _in_passes(run, limit=0.05, counts=True)

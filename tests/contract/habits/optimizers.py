@@ -343,14 +343,56 @@ class _RegisteredNorms(_OwnNorms):
     pass
 
 
+@sl.register_elementwise
+class _RegisteredData(_OwnData):
+    pass
+
+
 def own_registered_elementwise(run: Run, model: Any):
     """Write an optimizer with momentum, registered by `sl.register_elementwise`."""
     return run.trained(model, _RegisteredMomentum(model.parameters()), 3)
 
 
+def own_registered_that_assigns_data(run: Run, model: Any):
+    """Write an optimizer that assigns `p.data`, registered by `sl.register_elementwise`."""
+    return run.trained(model, _RegisteredData(model.parameters()), 2)
+
+
 def own_registered_per_tensor(run: Run, model: Any):
     """Write an optimizer that scales by norms, registered by `sl.register_per_tensor`."""
     return run.trained(model, _RegisteredNorms(model.parameters()), 3)
+
+
+@sl.register_elementwise
+class _RaisesOnce(_OwnMomentum):
+    """Raises in its second step, when it has updated half of the parameters."""
+
+    steps = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.steps += 1
+        if self.steps != 2:
+            super().step(closure)
+            return
+        for group in self.param_groups:
+            for p in group["params"][: len(group["params"]) // 2]:
+                with torch.no_grad():
+                    p.add_(p.grad, alpha=-0.1)
+        raise ArithmeticError("in a step")
+
+
+@refused_in_pipelines
+def step_that_raises(run: Run, model: Any):
+    """Catch an error of an optimizer that had updated some parameters, and train on with it."""
+    optimizer = _RaisesOnce(model.parameters())
+    run.train(model, optimizer, 1)
+    try:
+        run.train(model, optimizer, 1)
+    except ArithmeticError:
+        same = all(a is b for a, b in zip(optimizer.param_groups[0]["params"], model.parameters(), strict=True))
+        optimizer.zero_grad()
+    cleared = all(p.grad is None for p in model.parameters())
+    return same, cleared, run.trained(model, optimizer, 2, start=2)
 
 
 def no_optimizer(run: Run, model: Any):

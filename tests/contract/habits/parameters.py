@@ -184,6 +184,17 @@ def swap_data_of_two_parameters(run: Run, model: Any):
     return run.trained(model)
 
 
+@refused_in_pipelines
+def keep_data_of_slow_weights(run: Run, model: Any):
+    """Keep the former `p.data` as slow weights, as lookahead does, and give parameters a copy."""
+    slow = {}
+    for name, p in model.named_parameters():
+        slow[name] = p.data
+        p.data = p.data.clone()
+    trained = run.trained(model)
+    return {name: value.detach().clone() for name, value in slow.items()}, trained
+
+
 @own_part("pp", OTHER_STAGE, apart=True)
 def read_single_elements(run: Run, model: Any):
     """Read single weights by index and `item()`."""
