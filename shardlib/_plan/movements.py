@@ -218,9 +218,11 @@ def _reduce(row: Row, mesh: MeshShape, step: Step, holders: int) -> Iterator[Mov
         return
     summed = [axis for axis in mesh.data_axes if mesh[axis] > 1 and axis not in row.compute.axes]
     made = replace(_phase(row, row.compute), partials=tuple((axis, "sum") for axis in (*summed, *row.partial)))
+    if row.stored.axes.isdisjoint(row.grad.axes - row.compute.axes):  # it adds up in `p.grad` before it is reduced
+        made = replace(made, dtype=_dtype(row, row.grad))
     reduced, dtype, end = _reduced(row), _dtype(row, row.grad), _end(row, mesh)
     passes = 1 if end == "step ends" else step.accumulate
-    travels = step.reduce_dtype or dtype
+    travels = step.reduce_dtype or _dtype(row, row.compute)
     alone = travels == made.dtype and _is_unbucketed(row, _phase(row, row.compute), reduced, mesh, step)
     reduction = _movement(row, mesh, "gradients", made, reduced, travels, "gradient", end, passes)
     yield replace(reduction, unbucketed=alone)

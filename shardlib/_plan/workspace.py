@@ -50,19 +50,20 @@ def _unsharded(movements: Iterable[Movement], mesh: MeshShape, units: Sequence[s
 def _gradients(movements: Iterable[Movement], mesh: MeshShape, step: Step) -> int:
     """Return the bytes of received shards and of packed buckets, for as many as can be in flight."""
     limit = step.bucket_bytes
-    costs, small, largest = [], dict[tuple[int, bool], int](), step.unbucketed_bytes
+    costs, small, largest = [], dict[int, int](), step.unbucketed_bytes
     for one in movements:
         count = _shards(one.target, one.source, mesh)
-        if one.purpose != "gradients" or count == 1:  # an all-reduce needs no workspace
+        if one.purpose != "gradients":
             continue
-        size, kept = _bytes(one.source, one, mesh), one.needed == "step ends"
+        size = _bytes(one.source, one, mesh)
         if one.unbucketed:
-            costs.append(size * (count - 1) // count + (0 if _in_place(one, one.target, mesh) else size))
+            in_place = count == 1 or _in_place(one, one.target, mesh)
+            costs.append(size * (count - 1) // count + (0 if in_place else size))
         else:
-            small[count, kept], largest = small.get((count, kept), 0) + size, max(largest, size)
-    for (count, kept), total in small.items():
+            small[count], largest = small.get(count, 0) + size, max(largest, size)
+    for count, total in small.items():
         size = min(total, limit + largest)
-        costs += [size * (count - 1) // count + (0 if kept else size)] * -(-total // max(size, 1))
+        costs += [size * (count - 1) // count + size] * -(-total // max(size, 1))
     return min(sum(costs), max(limit, *costs)) if costs else 0
 
 

@@ -258,6 +258,12 @@ class ParamState:
         return self.param.dtype
 
     @property
+    def grad_dtype(self) -> torch.dtype:
+        """The dtype of the gradient, in which backward passes add up."""
+        grad = self.row.grad
+        return self.dtype if grad is None or grad.dtype is None else grad.dtype
+
+    @property
     def max_local_numel(self) -> int:
         """The number of elements of the compute tensor on the rank where it is largest."""
         return math.prod(self.row.local_shape(MeshShape.of(self.mesh), phase="compute"))

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +34,7 @@ from shardlib.engine.units import Units
 
 __all__ = ["Casting", "Root", "install_region", "unwrap_dtensor", "wrap_replicated"]
 
-Check = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
+Check = Callable[[nn.Module | None, tuple[Any, ...], dict[str, Any]], None]
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,17 @@ class Casting:
     autocast: torch.dtype | None = None
     inputs: torch.dtype | None = None
 
+    @property
+    def changes(self) -> bool:
+        """Whether the model computes in other dtypes than it is given."""
+        return self.autocast is not None or self.inputs is not None
+
     def cast_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return (args, kwargs) if self.inputs is None else _cast((args, kwargs), {torch.float32}, self.inputs)
+
+    def autocasting(self) -> AbstractContextManager[Any]:
+        """Return the context of forward."""
+        return nullcontext() if self.autocast is None else torch.autocast(self.device_type, self.autocast)
 
     def cast_output(self, output: Any) -> Any:
         low = self.inputs or self.autocast
@@ -83,8 +93,9 @@ class Root:
 
     def __init__(self, reducer: GradientReducer, check: Check, units: Units | None, casting: Casting) -> None:
         self.reducer, self.check, self.units, self.casting = reducer, check, units, casting
-        self._autocasts: list[torch.autocast] = []
+        self._autocasts: list[Any] = []
         self._left = False
+        self._running = 0  # forwards of the model, and of modules that were called in its place
 
     def install(self, model: nn.Module) -> list[Any]:
         _torch.set_implicit_replication(True)
@@ -94,18 +105,35 @@ class Root:
             model.register_forward_hook(self._abandon, always_call=True),
         ]
 
+    def call(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the forward of a module that a user may call in the place of the model: where no forward of the model
+        runs, its inputs are checked and dtypes are cast as those of the model are."""
+        if self._running:
+            return inner(*args, **kwargs)
+        self._running += 1
+        try:
+            self.check(None, args, kwargs)
+            args, kwargs = self.casting.cast_inputs(args, kwargs)
+            with self.casting.autocasting():
+                output = inner(*args, **kwargs)
+        finally:
+            self._running -= 1
+        return self.casting.cast_output(output)
+
     def _enter(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._running += 1
         self.check(model, args, kwargs)
         _torch.set_implicit_replication(True)
         if self.units is not None:
             self.units.enter_model()
         if self.casting.autocast is not None:
-            self._autocasts.append(torch.autocast(self.casting.device_type, self.casting.autocast))
+            self._autocasts.append(self.casting.autocasting())
             self._autocasts[-1].__enter__()
         return self.casting.cast_inputs(args, kwargs)
 
     def _abandon(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Clean up after a forward that raised, for which `_leave` was not called. Runs after every forward."""
+        self._running -= 1
         if self._left:
             self._left = False
             return

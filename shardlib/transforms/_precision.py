@@ -28,6 +28,7 @@ def precision(
     master: bool = True,
     autocast: bool = False,
     reduce: torch.dtype | str | None = None,
+    grads: torch.dtype | str | None = None,
     keep: str | Sequence[str] = (),
     scaler: LossScale | None = None,
     linears: str | Sequence[str] = "**",
@@ -36,7 +37,7 @@ def precision(
 ) -> Transform:
     """Choose the dtypes in which a model of float32 is trained.
 
-        "bf16"         stored, compute, grad bfloat16; state float32, with a master copy of each parameter
+        "bf16"         stored, compute bfloat16; grad, state float32, with a master copy of each parameter
         "fp16_naive"   the same in float16, and the loss is scaled
         "fp16"         all float32; forward under autocast to float16, and the loss is scaled
         "fp8"          as "bf16", and linear modules multiply in float8
@@ -48,7 +49,10 @@ def precision(
         name: one of the above.
         master: False: state in the low dtype too, without a master copy.
         autocast: all float32, and forward under autocast to bfloat16 (of "bf16" and "fp8"; "fp16" is that of float16).
-        reduce: the dtype in which gradients are reduced between ranks; by default their own.
+        reduce: the dtype in which gradients are reduced between ranks; by default that of computation.
+        grads: the dtype of gradients, in which backward passes add up; by default float32, so that small contributions
+            are not lost among many passes, as in FSDP2, Megatron-LM and DeepSpeed. The low dtype takes half the memory.
+            With `master=False` it is the low dtype.
         keep: patterns of parameters, or of modules, that stay float32.
         scaler: the scale of the loss; by default `LossScale()` for "fp16" and "fp16_naive", else none.
         linears: patterns of the linear modules that "fp8" applies to.
@@ -74,7 +78,8 @@ def precision(
         name,
         master,
         autocast,
-        _dtype(reduce, name),
+        _dtype(reduce, name, "reduce"),
+        _dtype(grads, name, "grads"),
         as_names(keep) or (),
         scaler,
         as_names(linears) or (),
@@ -94,6 +99,7 @@ class Precision(Transform):
     master: bool = True
     autocast: bool = False
     reduce: torch.dtype | None = None
+    grads: torch.dtype | None = None
     keep: str | tuple[str, ...] = ()
     scaler: LossScale | None = None
     linears: str | tuple[str, ...] = "**"
@@ -120,7 +126,7 @@ class Precision(Transform):
         if self.low is None:
             return row
         state = torch.float32 if self.master else self.low
-        wanted = {"stored": self.low, "compute": self.low, "grad": self.low, "state": state}
+        wanted = {"stored": self.low, "compute": self.low, "grad": self.grads or state, "state": state}
         return row.replace(**{p: _with_dtype(layout, wanted[p], row, self) for p, layout in row.layouts.items()})
 
     def _step(self) -> dict[str, Any]:
@@ -140,6 +146,12 @@ def _check(made: Precision) -> None:
     wrong = [
         (made.autocast and made.name in ("fp32", "fp16_naive"), "autocast=True", 'it is for "bf16", "fp16" and "fp8"'),
         (not made.master and made.low is None, "master=False", "parameters that stay float32 have no copy"),
+        (made.grads is not None and made.low is None, "grads", "gradients of float32 parameters are float32"),
+        (
+            made.grads not in (None, made.low) and not made.master,
+            "grads",
+            "without a master copy the optimizer steps on low parameters, whose gradients have their dtype",
+        ),
         (bool(made.keep) and made.low is None, "keep", "every parameter stays float32"),
         (made.scaler is not None and made.name == "fp32", "scaler", "gradients of float32 need none"),
         (made.linears != "**" and made.name != "fp8", "linears", 'they apply to "fp8" only'),
@@ -157,10 +169,12 @@ def _check(made: Precision) -> None:
         raise PlanError(f"{made}: scaler is a {type(made.scaler).__name__}; give a LossScale, or nothing.")
 
 
-def _dtype(given: torch.dtype | str | None, name: str) -> torch.dtype | None:
+def _dtype(given: torch.dtype | str | None, name: str, argument: str) -> torch.dtype | None:
     dtype = getattr(torch, given, None) if isinstance(given, str) else given
     if given is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise PlanError(f'precision("{name}", reduce={given!r}): give a dtype of floating point, such as "float32".')
+        raise PlanError(
+            f'precision("{name}", {argument}={given!r}): give a dtype of floating point, such as "float32".'
+        )
     return dtype
 
 

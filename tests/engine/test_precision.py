@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 import shardlib as sl
@@ -139,3 +141,35 @@ def _loaded_between_steps() -> float:
 
 def test_what_is_loaded_between_steps_counts(ranks):
     assert ranks(2).run(_loaded_between_steps) == [3.0, 3.0]
+
+
+def _accumulated(transforms: tuple[Any, ...], passes: int) -> tuple[float, torch.dtype]:
+    """The error of a gradient of many passes, of its own size, against float64."""
+    torch.manual_seed(0)
+    single = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+    batches = [torch.randn(8, 16, generator=torch.Generator().manual_seed(i)) for i in range(passes)]
+    model = sl.shard_model(
+        copy.deepcopy(single), "dp=2", {"**": None}, transforms=[*transforms, sl.accumulate(passes)], compile=None
+    )
+    single.double()
+    for batch in batches:
+        (single(batch.double()).square().mean() / passes).backward()
+        model(batch.chunk(2)[dist.get_rank()]).square().mean().backward()
+    errors = []
+    for p, want in zip(model.parameters(), single.parameters(), strict=True):
+        grad = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+        errors.append(float((grad.double() - want.grad).norm() / want.grad.norm()))
+    return max(errors), p.grad.dtype
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_gradients_of_bfloat16_add_up_in_float32(ranks, stage: str):
+    """A pass rounds its gradient by 2^-9 at most, relative to each element, and errors of passes average out. One
+    rounding for the way is of the same size. Sums of 64 passes in bfloat16 round 64 times, each time by the sum's own
+    unit: they are some times farther off."""
+    low = ranks(2).run(_accumulated, (sl.precision("bf16", grads="bfloat16"), STAGES[stage]), 64)[0]
+    error, dtype = ranks(2).run(_accumulated, (sl.precision("bf16"), STAGES[stage]), 64)[0]
+    exact, _ = ranks(2).run(_accumulated, (sl.precision("bf16", reduce="float32"), STAGES[stage]), 64)[0]
+    beside, _ = ranks(2).run(_accumulated, (sl.precision("bf16", autocast=True), STAGES[stage]), 64)[0]
+    assert dtype is torch.float32 and low[1] is torch.bfloat16
+    assert exact < 1.5 * beside and exact <= error < low[0]

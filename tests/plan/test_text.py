@@ -80,7 +80,7 @@ def test_a_whole_plan():
     assert _condensed(str(made)) == [
         'Plan on dp=2,tp=4 (8 ranks) after zero(3), accumulate(2), offload("grads"): 12 tensors, 88 parameters, 352 B',
         "Largest rank: parameters 88 B, gradients 56 B, optimizer state (2 tensors, AdamW) 112 B, buffers 56 B; "
-        "total 312 B, of which 56 B in host memory; buckets take up to 464 B more in a step",
+        "total 312 B, of which 56 B in host memory; buckets take up to 472 B more in a step",
         "Tensors",
         "tensor | global shape | local shape | stored = state | compute | grad | per rank | rule | note",
         "mask | (2, 2) | (2, 2) | replicated | replicated | - | 16 B | - | buffer, not in the state dict; replicated: "
@@ -133,7 +133,7 @@ def test_a_whole_difference():
         ("largest rank, parameters:", "168 B", "88 B"),
         ("largest rank, gradients:", "104 B", "56 B"),
         ("largest rank, state:", "208 B", "112 B"),
-        ("largest rank, buckets:", "0 B", "464 B"),
+        ("largest rank, buckets:", "104 B", "472 B"),
         ("largest rank, host:", "0 B", "56 B"),
         ("sent, parameters, forward:", "0 B", "152 B"),
         ("sent, parameters, backward:", "0 B", "128 B"),
@@ -184,7 +184,7 @@ def test_a_pipeline_that_was_run_dry_tells_what_its_stages_do():
     assert _condensed(str(run)) == [
         "Plan on pp=2,dp=2 (4 ranks): 6 tensors, 60 parameters, 240 B",
         "Largest rank: parameters 160 B, gradients 160 B, optimizer state (2 tensors, AdamW) 320 B, buffers 0 B; "
-        "total 640 B",
+        "total 640 B; buckets take up to 160 B more in a step",
         "2 stages on 2 ranks by 1f1b, 4 microbatches, if there are so many: ranks stand idle for 20.0% of a step if "
         "all stages take equally long and sending takes no time",
         "One training step of the rank with the highest peak: 0 collectives, whose inputs take 0 B on a rank, 0 B sent "
@@ -321,6 +321,7 @@ def test_a_difference_is_told_in_lines():
             "~ largest rank, parameters: 2.12 KiB -> 2.69 KiB",
             "~ largest rank, gradients: 2.12 KiB -> 2.69 KiB",
             "~ largest rank, state: 4.25 KiB -> 5.38 KiB",
+            "~ largest rank, buckets: 2.12 KiB -> 2.69 KiB",
             "~ sent, gradients: 2.12 KiB -> 2.69 KiB",
         ]
     )

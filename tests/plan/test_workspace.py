@@ -25,13 +25,18 @@ def _workspace(*args, **kwargs) -> int:
 
 
 def test_what_lies_whole_borrows_nothing():
-    assert _workspace("dp=4", 64, 2, None) == 0
+    assert _workspace("dp=1", 64, 2, None) == 0
     assert _workspace("tp=4", 64, 2, sl.zero(3)) == 0
+
+
+def test_small_gradients_of_an_all_reduce_are_packed():
+    assert _workspace("dp=4", 64, 2, None) == 2 * 16 * KIB
+    assert _workspace("dp=4", 512, 2, None) == 0  # reduced in their own memory
 
 
 @pytest.mark.parametrize(
     ("stage", "gradients"),
-    [(1, 3 * 4 * KIB), (2, 3 * 4 * KIB + 16 * KIB)],  # three quarters arrive; split gradients are packed beside them
+    [(1, 3 * 4 * KIB + 16 * KIB), (2, 3 * 4 * KIB + 16 * KIB)],  # they are packed, and three quarters arrive
 )
 def test_small_gradients_and_updates_travel_in_buckets(stage: int, gradients: int):
     updates = 16 * KIB + 4 * KIB  # gathered, and this rank's quarter to begin with
@@ -59,9 +64,9 @@ def test_as_much_is_under_way_as_a_bucket_holds_or_the_largest_tensor_needs(buck
 def test_many_small_gradients_are_several_buckets():
     """40 of 64 KiB in buckets of half a MiB, to which the last tensor adds less than one: two of 1.5 MiB."""
     updates = 40 * (64 + 32) * KIB
-    assert _workspace("dp=2", 128, 40, sl.zero(1), bucket_mb=0.5) - updates == 3 * MIB // 4
-    assert _workspace("dp=2", 128, 40, sl.zero(1), bucket_mb=25) - updates == 40 * 64 * KIB // 2
-    assert _workspace("dp=2", 128, 40, sl.zero(1), bucket_mb=1) - updates == MIB  # two of 2 MiB would be more
+    assert _workspace("dp=2", 128, 40, sl.zero(1), bucket_mb=0.5) - updates == 3 * MIB // 4 + 3 * MIB // 2
+    assert _workspace("dp=2", 128, 40, sl.zero(1), bucket_mb=25) - updates == 3 * 40 * 64 * KIB // 2
+    assert _workspace("dp=2", 128, 40, sl.zero(1), bucket_mb=1) - updates == 3 * MIB  # two of 2 MiB would be more
 
 
 def test_units_take_turns_in_two_buffers():

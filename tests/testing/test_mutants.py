@@ -10,6 +10,7 @@ import pytest
 
 from shardlib.errors import InputError
 from shardlib.testing import mutants
+from shardlib.testing.mutants._scale import SCALE
 from tests.house.source import ROOT
 
 DOCS = ROOT / "docs" / "mutants.md"
@@ -24,6 +25,13 @@ def test_a_mistake_is_caught_and_its_module_named(name: str):
     assert verdict.clean
     assert verdict.caught
     assert verdict.named, f"{verdict.module!r} was named"
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(mutant.name, marks=[pytest.mark.deep] * (i > 2)) for i, mutant in enumerate(SCALE)]
+)
+def test_a_proof_of_one_unit_and_one_bucket_misses_it(name: str):
+    assert mutants.prove(name, planted=True, at_scale=False)
 
 
 def test_there_are_many_and_each_was_made_by_somebody():

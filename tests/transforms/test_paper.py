@@ -35,7 +35,7 @@ def _gigabytes(made: Plan) -> float:
     ("transform", "published"), [(replicate(), 120), (zero(1), 31.4), (zero(2), 16.6), (zero(3), 1.88)]
 )
 def test_memory_in_mixed_precision(transform: Transform, published: float):
-    assert _gigabytes(_whole() | precision("bf16") | transform) == pytest.approx(published, abs=0.05)
+    assert _gigabytes(_whole() | precision("bf16", grads="bfloat16") | transform) == pytest.approx(published, abs=0.05)
 
 
 @pytest.mark.parametrize(
@@ -50,8 +50,16 @@ def test_memory_in_float32(transform: Transform, each: int, divided: int):
 @pytest.mark.parametrize("ranks", [4, 16, 64, 256])
 def test_memory_falls_with_ranks_as_in_table_one(ranks: int):
     """(2 + 2 + 12 / N) P bytes, (2 + 14 / N) P, 16 / N P."""
-    made = _whole(f"dp={ranks}") | precision("bf16")
+    made = _whole(f"dp={ranks}") | precision("bf16", grads="bfloat16")
     expected = {1: 4 + 12 / ranks, 2: 2 + 14 / ranks, 3: 16 / ranks}
+    for stage, factor in expected.items():
+        assert (made | zero(stage)).memory().total == COUNT * factor
+
+
+@pytest.mark.parametrize("ranks", [4, 64])
+def test_gradients_of_float32_take_two_bytes_more(ranks: int):
+    made = _whole(f"dp={ranks}") | precision("bf16")
+    expected = {1: 6 + 12 / ranks, 2: 2 + 16 / ranks, 3: 18 / ranks}
     for stage, factor in expected.items():
         assert (made | zero(stage)).memory().total == COUNT * factor
 

@@ -51,7 +51,8 @@ def test_offload_counts_pieces_of_split_tensors():
 @pytest.mark.parametrize(("name", "low"), [("bf16", "bfloat16"), ("fp16_naive", "float16"), ("fp8", "bfloat16")])
 def test_low_precision_has_a_master_copy_beside_the_state(name: str, low: str):
     made = laid_out() | precision(name)
-    assert _dtypes(made, "embed.weight") == [low, low, low, "float32"]
+    assert _dtypes(made, "embed.weight") == [low, low, "float32", "float32"]
+    assert _dtypes(laid_out() | precision(name, grads=low), "embed.weight") == [low, low, low, "float32"]
     assert _dtypes(made, "frozen.weight") == [low, low]
     assert _dtypes(made, "norm.running_mean") == ["None", "None"]
     assert made["embed.weight"].has_master
@@ -236,8 +237,8 @@ def _built_in(dtype: torch.dtype) -> Plan:
         ),
         (
             lambda: Step().replace(speed=2),
-            "Step.replace was given speed; a step has accumulate, bucket_mb, reduce_dtype, autocast, scaler, "
-            "recompute, fp8, overlap, fp8_history, schedule, microbatches, capacity_factor.",
+            "Step.replace was given speed; a step has accumulate, bucket_mb, unbucketed_mb, reduce_dtype, autocast, "
+            "scaler, recompute, fp8, overlap, fp8_history, schedule, microbatches, capacity_factor.",
         ),
         (
             lambda: LossScale(init_scale=0.5),

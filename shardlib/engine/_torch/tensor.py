@@ -64,6 +64,7 @@ __all__ = [
     "moved",
     "replicated_spec",
     "seed_all",
+    "set_grad_dtype",
     "set_local",
     "set_version",
     "shard",
@@ -98,6 +99,11 @@ def alias(tensor: torch.Tensor) -> torch.Tensor:
 def mark_parameter(tensor: torch.Tensor) -> None:
     """Let a tensor be an instance of `nn.Parameter`."""
     tensor._is_param = True  # type: ignore[attr-defined]
+
+
+def set_grad_dtype(param: torch.Tensor, dtype: torch.dtype) -> None:
+    """Let backward passes add up the gradient of a leaf in another dtype than its own."""
+    param.grad_dtype = dtype
 
 
 def set_version(tensor: torch.Tensor, version: int) -> None:

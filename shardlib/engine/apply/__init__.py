@@ -256,6 +256,7 @@ def apply_plan(
             rank_plan,
             runtime.units,
             runtime.updates,
+            runtime.root,
             recomputed,
             installed,
             route=None if pipeline is None else pipeline.route,

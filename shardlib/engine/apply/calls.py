@@ -4,7 +4,8 @@ A call passes through these layers, from the outside in:
 
 1. stages of a pipeline: run a module, or skip it on this rank; outside of the class's `__call__` (`pipeline/route.py`);
 2. units, and the model unless its parameters are plain tensors: are in no graph of the caller's (`compile.py`);
-3. the model: reports ranks that are lost in its forward (`lost.py`);
+3. the model: reports ranks that are lost in its forward (`lost.py`); modules that users call in its place: check and
+   cast their inputs as the model does (`region.py`);
 4. recomputed modules: are called again in backward, with all the layers below (`recompute.py`);
 5. repeated blocks with a deferred all-gather of updates: wait for their own parameters (`schedule.py`);
 6. units: unshard their parameters, and reshard them afterwards (`units.py`);
@@ -20,6 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from shardlib.engine import _torch
@@ -29,6 +31,7 @@ from shardlib.engine.compile import CompileReport, compile_blocks, run_eagerly, 
 from shardlib.engine.lost import watch_forward
 from shardlib.engine.pipeline.route import Route
 from shardlib.engine.recompute import recompute
+from shardlib.engine.region import Root
 from shardlib.engine.schedule import Updates
 from shardlib.engine.undo import Undo
 from shardlib.engine.units import Units
@@ -56,6 +59,7 @@ def wrap_calls(
     rank_plan: RankPlan,
     units: Units | None,
     updates: Updates | None,
+    root: Root,
     recomputed: Sequence[str],
     undo: Undo,
     *,
@@ -72,6 +76,7 @@ def wrap_calls(
         {name: partial(updates.call, name) for name in rank_plan.deferred} if updates is not None else {},
         dict.fromkeys(recomputed, recompute),
         {"": watch_forward(rank_plan.ranks_of_forward)} if check else {},
+        dict.fromkeys(_entries(model), root.call) if _has_entries(rank_plan, root, check=check) else {},
         {} if plain else dict.fromkeys(["", *(units.units if units is not None else ())], run_eagerly),
     )
     if not plain and _torch.compiled_call(model) is not None:
@@ -85,3 +90,24 @@ def wrap_calls(
         undo.callback(_torch.go_through(module, *around, compile_=compile_))
     for name, wrapper in route.around_modules(model).items() if route is not None else ():
         undo.callback(_torch.go_around(model.get_submodule(name), wrapper))
+
+
+def _has_entries(rank_plan: RankPlan, root: Root, *, check: bool) -> bool:
+    """Tell whether a call of a module in the place of the model has to do what the model does at first."""
+    compares = check and rank_plan.model_mesh is not None
+    return rank_plan.stages is None and (compares or root.casting.changes)
+
+
+def _entries(model: nn.Module) -> list[str]:
+    """Return the modules that users call in the place of the model: its children, and those of its containers."""
+    found: list[str] = []
+    pending = [("", model)]
+    while pending:
+        parent, module = pending.pop()
+        for name, child in module.named_children():
+            full = f"{parent}.{name}".lstrip(".")
+            if isinstance(child, nn.ModuleList | nn.ModuleDict):
+                pending.append((full, child))
+            elif not isinstance(child, torch.jit.ScriptModule):
+                found.append(full)
+    return found

@@ -162,7 +162,7 @@ def input_check(rank_plan: RankPlan, *, compare: bool, comparison: StepCompariso
     pending = [compare and bool(rank_plan.model_axes)]
     device, group, axes = rank_plan.device, rank_plan.group(rank_plan.model_axes), ", ".join(rank_plan.model_axes)
 
-    def check(_model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def check(_model: nn.Module | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for leaf in _torch.leaves_of(*args, *kwargs.values()):
             if isinstance(leaf, torch.Tensor) and leaf.device.type != device.type:
                 raise InputError(_wrong_device(leaf, device))

@@ -35,12 +35,14 @@ class ParamRuntime:
         units: unshards parameters; None if none is stored in shards.
         updates: all-gathers parameters after a step; None if no state is sharded without its parameter.
         comparison: what ranks compare in every step; None without `check="always"`.
+        root: the hooks of the model.
     """
 
     reducer: GradientReducer
     units: Units | None
     updates: Updates | None
     comparison: StepComparison | None
+    root: Root
 
 
 def install_param_runtime(
@@ -62,6 +64,10 @@ def install_param_runtime(
     param_states = [
         _param_state(rank_plan, name, param, sharded.masters.get(name)) for name, param in sharded.parameters.items()
     ]
+    for one in param_states:
+        if one.grad_dtype != one.param.dtype:
+            _torch.set_grad_dtype(one.param, one.grad_dtype)
+            undo.callback(_torch.set_grad_dtype, one.param, one.param.dtype)
     step = rank_plan.plan.step
     if any(one.shard_spec is not None for one in param_states):
         ops.enable(rank_plan.mesh, stored=True)  # as for `float(p.grad.norm())` and `p[0].zero_()`
@@ -115,7 +121,7 @@ def install_param_runtime(
     if updates is not None:
         for handle in wait_in_model(updates, model):
             installed.callback(handle.remove)
-    return ParamRuntime(reducer, units, updates, comparison)
+    return ParamRuntime(reducer, units, updates, comparison, root)
 
 
 def _param_state(rank_plan: RankPlan, name: str, param: nn.Parameter, master: torch.Tensor | None) -> ParamState:

@@ -211,31 +211,36 @@ class AllReduceBucket(ReduceBucket):
     Attributes:
         on_mesh: whether gradients of DTensor parameters become DTensors on the whole mesh, as sharded gradients are:
             torch's own `clip_grad_norm_` takes DTensors of one mesh.
-        flat: workspace for the gradients; None where the only one is reduced in place. Each gradient has as much space
-            as the rank with the largest local shape needs: a replicated gradient must have the same offset on all
-            ranks, even if they differ in the size of other shards, since the order of a sum depends on the offset.
-        views: the place of each gradient in `flat`, with the strides of its parameter.
-        locals: the local tensors that were packed, which get the means; None where this rank has no gradient.
+        sizes: the number of elements of the place of each gradient in the buffer; none where the only gradient is
+            reduced in place. A place is as large as the rank with the largest local shape needs: a replicated gradient
+            must have the same offset on all ranks, even if they differ in the size of other shards, since the order of
+            a sum depends on the offset.
+        locals: the local tensors that are sent, which get the means; None where this rank has no gradient.
         sent: the buffer that is reduced.
+        borrowed: the workspace buffer that it is a part of, where gradients are packed.
         work: the pending all-reduce.
     """
 
     on_mesh: bool = False
-    flat: torch.Tensor | None = None
-    views: list[torch.Tensor] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
     locals: list[torch.Tensor | None] = field(default_factory=list)
     sent: torch.Tensor | None = None
+    borrowed: torch.Tensor | None = None
     work: Any = None
 
     def __post_init__(self) -> None:
-        if travels_alone(self.slots) and not self.last:
-            return
-        sizes = [slot.param_state.max_local_numel for slot in self.slots]
-        self.flat = torch.zeros(sum(sizes) + self.last, dtype=self.dtype, device=self.executor.device)
-        for slot, piece in zip(self.slots, self.flat[: sum(sizes)].split(sizes), strict=True):
-            local = local_of(slot.param_state.param)
-            strides = torch.empty_like(local, device="meta").stride()
-            self.views.append(piece[: local.numel()].as_strided(local.shape, strides))
+        if not travels_alone(self.slots) or self.last:
+            self.sizes = [slot.param_state.max_local_numel for slot in self.slots]
+        self._views: dict[int, list[torch.Tensor]] = {}  # by the address of the buffer
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether the gradients are copied into a buffer."""
+        return bool(self.sizes) or self.last
+
+    @property
+    def workspace_bytes(self) -> int:
+        return (sum(self.sizes) + self.last) * self.dtype.itemsize
 
     def begin(self, missing_count: int) -> None:
         self.sent = self._packed(missing_count)
@@ -249,7 +254,7 @@ class AllReduceBucket(ReduceBucket):
         self.sent = self._packed(missing_count)
         transport = self.executor.transport(self.axes)
         transport.note("all_reduce", self._movements())
-        flat = self.sent.as_strided((self.sent.numel(),), (1,))
+        flat = self.sent.as_strided((self.sent.numel(),), (1,), self.sent.storage_offset())
         if self.last:
             dist.all_reduce(flat[-1:], group=transport.group)
         names = tuple(slot.param_state.name for slot in self.slots)
@@ -257,51 +262,79 @@ class AllReduceBucket(ReduceBucket):
         self.work = reduction(bucket)
 
     def _packed(self, missing_count: int) -> torch.Tensor:
-        """Return the buffer to reduce: the workspace, or the only gradient."""
+        """Return the buffer to reduce: a workspace buffer, or the only gradient."""
         self.locals = self._gradients()
-        if self.flat is None:
+        if not self.is_packed:
             (slot,) = self.slots
             self.taken, slot.unreduced = [slot.unreduced], None
-            return _dense(self.locals[0], slot.param_state)
-        there = [(view, grad) for view, grad in zip(self.views, self.locals, strict=True) if grad is not None]
-        if len(there) < len(self.views):
-            self.flat.zero_()
+            self.locals = [_dense(self.locals[0], slot.param_state)]
+            return self.locals[0]  # type: ignore[return-value]
+        numel = sum(self.sizes) + self.last
+        self.borrowed = self.executor.workspace.take(numel, self.dtype, self.executor.device)
+        flat = self.borrowed[:numel]
+        there = [(view, grad) for view, grad in zip(self._places(flat), self.locals, strict=True) if grad is not None]
+        if len(there) < len(self.locals) or numel - self.last > sum(view.numel() for view, _ in there):
+            flat.zero_()
         if there:
             _torch.copy_all([view for view, _ in there], [grad for _, grad in there])
         if self.last:
-            self.flat[-1] = missing_count
-        return self.flat
+            flat[-1] = missing_count
+        return flat
+
+    def _places(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Return the place of each gradient in a buffer, with the strides of its parameter."""
+        if flat.data_ptr() not in self._views:
+            places = []
+            for slot, piece in zip(self.slots, flat[: sum(self.sizes)].split(self.sizes), strict=True):
+                local = local_of(slot.param_state.param)
+                strides = torch.empty_like(local, device="meta").stride()
+                places.append(piece[: local.numel()].as_strided(local.shape, strides))
+            self._views = {flat.data_ptr(): places}
+        return self._views[flat.data_ptr()]
 
     def wait(self) -> torch.Tensor | None:
-        assert self.sent is not None
+        flat = self.sent
+        assert flat is not None
         if self.work is not None:
             self.work.wait()
         self.work = None
-        total_missing = self.sent[-1].clone() if self.last else None
+        total_missing = flat[-1].clone() if self.last else None
         if self.scale != 1:
-            self.sent.mul_(self.scale)
+            flat.mul_(self.scale)
+        if self.is_packed:
+            places = self._places(flat)
+            there = [(grad, place) for grad, place in zip(self.locals, places, strict=True) if grad is not None]
+            if there:
+                _torch.copy_all([grad for grad, _ in there], [place for _, place in there])
+            for i, grad in enumerate(self.locals):
+                if grad is None:  # another rank may have one
+                    self.locals[i] = places[i].to(self.slots[i].param_state.grad_dtype, copy=True)
+            self._give_workspace()
+        self.sent = None
         return total_missing
 
+    def _give_workspace(self) -> None:
+        assert self.borrowed is not None
+        self.executor.workspace.give(self.borrowed)
+        self.borrowed = None
+
     def set_grads(self, is_used: Callable[[Slot], bool]) -> None:
-        if self.flat is None:
-            self.locals = [self.sent]
-        else:
-            there = [(grad, view) for grad, view in zip(self.locals, self.views, strict=True) if grad is not None]
-            if there:
-                _torch.copy_all([grad for grad, _ in there], [view for _, view in there])
-        for i, slot in enumerate(self.slots):
+        for slot, local in zip(self.slots, self.locals, strict=True):
             if is_used(slot):
-                local = self.locals[i]
-                local = self.views[i].to(slot.param_state.dtype, copy=True) if local is None else local
+                assert local is not None
                 slot.param_state.param.grad = self._as_grad(slot.param_state, local)
-        self.sent, self.locals, self.taken = None, [], []
+        self.locals, self.taken = [], []
 
     def drop(self) -> None:
         if self.work is not None:
             self.work.wait()
-        (grad,) = [slot.param_state.param.grad for slot in self.slots] if self.flat is None else [None]
-        if grad is not None and self.sent is not None and _torch.share_memory(local_of(grad), self.sent):
-            self.sent.div_(self.executor.transport(self.axes).count)  # the sum over ranks, which is summed once more
+        if self.sent is not None and self.is_packed:
+            self._give_workspace()
+        elif self.sent is not None:
+            (slot,) = self.slots
+            grad = slot.param_state.param.grad
+            if grad is not None and _torch.share_memory(local_of(grad), self.sent):
+                self.sent.div_(self.executor.transport(self.axes).count)  # the sum over ranks, which is summed again
         self.work, self.sent, self.locals = None, None, []
 
     def _as_grad(self, param_state: ParamState, local: torch.Tensor) -> torch.Tensor:
@@ -377,7 +410,7 @@ class ReduceScatterBucket(ReduceBucket):
 
     def _to_host(self, param_state: ParamState, shard: torch.Tensor) -> torch.Tensor:
         """Begin to copy a shard to the host, where the plan offloads the gradient; backward goes on meanwhile."""
-        shard = shard.to(param_state.param.dtype)
+        shard = shard.to(param_state.grad_dtype)
         if "grad" not in param_state.offloaded:
             return shard
         param_state.copied("gradients")

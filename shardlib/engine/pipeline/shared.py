@@ -115,7 +115,9 @@ def _zero_gradient(param_state: ParamState) -> Any:
     """Return a gradient of zeros, in the layout of the parameter's gradient."""
     if param_state.shard_spec is None:
         return torch.zeros_like(param_state.param)
-    return param_state.wrap(torch.zeros(param_state.shard_shape, dtype=param_state.dtype, device=param_state.device))
+    return param_state.wrap(
+        torch.zeros(param_state.shard_shape, dtype=param_state.grad_dtype, device=param_state.device)
+    )
 
 
 def _copied(grad: torch.Tensor) -> torch.Tensor:
