@@ -114,29 +114,15 @@ class Entry:
 def write_tensors(path: Path, entries: Sequence[Entry], advance: Callable[[int], None]) -> dict[str, Any]:
     """Write entries as one safetensors file and sync it to disk; return its size and checksum.
 
-    `advance` is called with the number of bytes of tensors after each write.
-
-    Entries are asked for their values in the order of the file, each once, and all of them even where writing fails:
-    ranks that send what an entry needs must not wait for ever. The header also says where each part begins in its
-    tensor, as `torch.distributed.checkpoint.HuggingFaceStorageReader` expects it.
+    `advance` is called with the number of bytes of tensors after each write. Entries are asked for their values in the
+    order of the file, each once. The header also says where each part begins in its tensor, as
+    `torch.distributed.checkpoint.HuggingFaceStorageReader` expects it.
     """
-    failure: Exception | None = None
-    with ExitStack() as stack:
-        writer = _Writer()
-        try:
-            writer.file = stack.enter_context(open(path, "xb"))
-            writer.write(_header(entries), lambda header_bytes: None)
-        except (OSError, CheckpointError) as error:
-            failure = error
+    with open(path, "xb") as file:
+        writer = _Writer(file)
+        writer.write(_header(entries), lambda header_bytes: None)
         for entry in entries:
-            try:
-                values = entry.values().detach()
-                if failure is None:
-                    writer.write_tensor(values, entry, advance)
-            except (OSError, CheckpointError) as error:
-                failure = failure or error
-        if failure is not None:
-            raise failure
+            writer.write_tensor(entry.values().detach(), entry, advance)
         writer.finish()
     return {"bytes": writer.size, "crc32": f"{writer.crc:08x}"}
 
@@ -161,8 +147,8 @@ def _header(entries: Iterable[Entry]) -> bytes:
 
 
 class _Writer:
-    file: Any = None
-    size = crc = 0
+    def __init__(self, file: Any) -> None:
+        self.file, self.size, self.crc = file, 0, 0
 
     def write(self, data: Any, advance: Callable[[int], None]) -> None:
         view = memoryview(data)

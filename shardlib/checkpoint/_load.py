@@ -21,9 +21,9 @@ from shardlib.checkpoint._items import Item, elsewhere, model_items, tied_names
 from shardlib.checkpoint._manifest import MANIFEST, Manifest, Piece, Saved
 from shardlib.checkpoint._opened import Names, Opened, found, opened
 from shardlib.checkpoint._optimizer import groups_for, known, make_state, master_items
-from shardlib.checkpoint._peers import Peers, described, peers
+from shardlib.checkpoint._peers import Peers, described
 from shardlib.checkpoint._permuted import Reading, Transpose
-from shardlib.checkpoint._save import check_objects, wait_for_saving
+from shardlib.checkpoint._save import check_objects, peers_after_saving
 from shardlib.checkpoint._values import decode
 from shardlib.errors import CheckpointError, MeshError, nearest, short_traceback
 
@@ -75,7 +75,7 @@ def load(
     verify: str = "read",
     names: Names = None,
     transpose: Transpose | None = None,
-    timeout: float = 1800,
+    timeout: float | None = None,
 ) -> Loaded:
     """Load a checkpoint into a model, sharded or not, on any mesh, and into its training state. Collective.
 
@@ -101,7 +101,7 @@ def load(
             `(3, 2, 0, 1)` for its two-dimensional Conv.
         verify: the files whose checksums are compared: those that are read ("read"; each by one rank), "all", or
             "none".
-        timeout: seconds that ranks wait for each other in each phase.
+        timeout: seconds that ranks wait for each other in each phase; by default those of the mesh.
 
     Raises:
         CheckpointError: the checkpoint is damaged, does not fit, or was replaced by another while it was read; on every
@@ -117,9 +117,8 @@ def load(
         >>> loaded.extra, torch.equal(first.weight, second.weight)
         ({'step': 7}, True)
     """
-    wait_for_saving()
     given = _paths.given(path, "load")
-    everyone = peers(f'loading "{given}"', timeout)
+    everyone = peers_after_saving("sl.load", f'loading "{given}"', timeout)
     everyone.run("check arguments", lambda: _check(model, optimizer, verify))
     everyone.compare(path=str(given), weights=weights, strict=strict, cast=cast, random=random, verify=verify)
     folder, text = everyone.first("read manifest", lambda: found(given))

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from shardlib._log import timed
+from shardlib.engine import _torch, lost
 from shardlib.errors import CheckpointError, by_rank
 
 __all__ = ["Lost", "Peers", "peers"]
@@ -91,24 +92,49 @@ class Peers:
         """Fill a contiguous CPU tensor with what a rank sends."""
         raise AssertionError("a job of one process receives nothing")
 
-    def _attempt(self, phase: str, work: Callable[[], T]) -> tuple[T | None, Exception | None, str | None]:
+    def raise_together(self, failure: BaseException | None) -> None:
+        """Raise this rank's failure if it has one, else that of the first rank that has one."""
+        said = self.exchange("look back", None if failure is None else str(failure))
+        if failure is not None:
+            raise failure
+        for rank, text in enumerate(said):
+            if text is not None:
+                raise CheckpointError(f"{text} (Rank {rank} has not raised this before.)")
+
+    def stop_sending(self) -> None:
+        """Let ranks that wait for tensors of this one fail at once: it has failed, and says why at the phase's end."""
+
+    def renew(self) -> None:
+        """Let the next task send tensors over new connections. All ranks call it, after one has stopped sending."""
+
+    def _attempt(self, phase: str, work: Callable[[], T]) -> tuple[T | None, BaseException | None, _Failure | None]:
         try:
             with timed(f"{self.doing}: {phase}"):
                 return work(), None, None
-        except Exception as error:
-            return None, error, str(error) if isinstance(error, CheckpointError) else described(error)
+        except BaseException as error:  # an interrupt, too: other ranks wait for this one
+            text = str(error) if isinstance(error, CheckpointError) else described(error)
+            return None, error, (isinstance(error, Lost), text)
 
-    def _raise_first(self, failures: list[str | None], mine: Exception | None) -> None:
-        for rank, failure in enumerate(failures):
-            if failure is not None:
-                where = f" (on rank {rank})" if self.size > 1 else ""
-                said = isinstance(mine, CheckpointError) and str(mine) == failure  # its traceback says no more
-                raise CheckpointError(f"{_capital(self.doing)} failed{where}: {failure}") from None if said else mine
+    def _raise_first(self, failures: list[_Failure | None], mine: BaseException | None) -> None:
+        if mine is not None and not isinstance(mine, Exception):
+            raise mine
+        # A rank that missed the tensors of another one comes after that one, which has failed by itself.
+        found = [(failure[0], rank, failure[1]) for rank, failure in enumerate(failures) if failure is not None]
+        if found:
+            _, rank, text = min(found)
+            where = f" (on rank {rank})" if self.size > 1 else ""
+            said = isinstance(mine, CheckpointError) and str(mine) == text  # its traceback says no more
+            raise CheckpointError(f"{_capital(self.doing)} failed{where}: {text}") from None if said else mine
 
 
-def described(error: Exception) -> str:
+_Failure = tuple[bool, str]  # whether it is that another rank's tensors did not come; its text
+
+
+def described(error: BaseException) -> str:
     """Describe an error of Python or of the system."""
-    return str(error) if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
+    if isinstance(error, OSError) and error.strerror:
+        return str(error)
+    return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
 class _Job(Peers):
@@ -119,7 +145,12 @@ class _Job(Peers):
     def exchange(self, phase: str, mine: Any) -> list[Any]:
         if self._groups.broken:
             raise Lost(f"{_capital(self.doing)} failed: ranks were lost before. Restart the job.")
-        verdict = self._collect(phase, mine) if self.rank == 0 else self._report(phase, mine)
+        try:
+            verdict = self._collect(phase, mine) if self.rank == 0 else self._report(phase, mine)
+        except BaseException as error:  # an interrupt between two messages: the others need not wait for the rest
+            lost.note(error)
+            self._groups.hang_up()
+            raise
         if isinstance(verdict, str):
             self._groups.broken = True
             raise Lost(verdict)
@@ -134,7 +165,7 @@ class _Job(Peers):
         hearing = {rank: self._irecv(sizes[rank], rank, self._groups.up) for rank in range(1, self.size)}
         for rank in range(1, self.size):
             try:
-                _wait(hearing[rank], until)
+                self._wait(hearing[rank], until)
                 every.append(self._receive_json(int(sizes[rank]), rank, self._groups.up, until))
             except RuntimeError as error:
                 verdict = self._lost(rank, phase, error)
@@ -144,7 +175,7 @@ class _Job(Peers):
         for work in works:
             for part in work:
                 with contextlib.suppress(RuntimeError):
-                    _wait(part, until + _GRACE)
+                    self._wait(part, until + _GRACE)
         return answer
 
     def _report(self, phase: str, mine: Any) -> list[Any] | str:
@@ -153,16 +184,23 @@ class _Job(Peers):
         What is sent is not waited for: where rank 0 gives up on another rank, it no longer listens, but speaks.
         """
         until = time.monotonic() + self.timeout
-        self._send_json(mine, 0, self._groups.up)
+        sent = self._send_json(mine, 0, self._groups.up)
         try:
             size = torch.zeros(1, dtype=torch.int64)
-            _wait(self._irecv(size, 0, self._groups.down), until + 2 * _GRACE)
-            return self._receive_json(int(size), 0, self._groups.down, until + 2 * _GRACE)
+            self._wait(self._irecv(size, 0, self._groups.down), until + 2 * _GRACE)
+            answer = self._receive_json(int(size), 0, self._groups.down, until + 2 * _GRACE)
+            for work in sent if isinstance(answer, list) else ():  # rank 0 has answered, so it has received them
+                self._wait(work, until + 2 * _GRACE)
+            return answer
         except RuntimeError as error:
             return self._lost(0, phase, error)
 
     def _lost(self, rank: int, phase: str, error: Exception) -> str:
-        why = f"did not answer within {self.timeout:g} s" if "Timed out" in str(error) else "has ended"
+        if "Timed out" in str(error):
+            why = f"did not answer within {self.timeout:g} s"
+        else:
+            raised = lost.noted(rank)
+            why = f"has left, after it raised {raised}" if raised else "has ended"
         return (
             f'{_capital(self.doing)} failed: rank {rank} {why}, while the ranks were in phase "{phase}". Nothing that '
             "was saved before is touched; restart the job from the last checkpoint."
@@ -186,7 +224,7 @@ class _Job(Peers):
 
     def _receive_json(self, size: int, rank: int, group: dist.ProcessGroup, until: float) -> Any:
         data = torch.empty(size, dtype=torch.uint8)
-        _wait(self._irecv(data, rank, group), until)
+        self._wait(self._irecv(data, rank, group), until)
         return json.loads(data.numpy().tobytes())
 
     def send(self, tensor: torch.Tensor, to: int) -> Callable[[], None]:
@@ -197,9 +235,22 @@ class _Job(Peers):
 
     def _wait_for_data(self, work: Any, rank: int) -> None:
         try:
-            _wait(work, time.monotonic() + self.timeout)
+            self._wait(work, time.monotonic() + self.timeout)
         except RuntimeError as error:
             raise Lost(self._lost(rank, "write", error)) from None
+
+    def _wait(self, work: Any, until: float) -> None:
+        if isinstance(work, RuntimeError):
+            raise work
+        work.wait(timedelta(seconds=max(until - time.monotonic(), 0.001)))
+        self._groups.release(work)
+
+    def stop_sending(self) -> None:
+        if self._groups.data is not None:
+            lost.hang_up(self._groups.data)
+
+    def renew(self) -> None:
+        self._groups.spent, self._groups.data = self._groups.data, None
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -209,39 +260,64 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 _GRACE = 5.0  # seconds by which ranks hear later that another one was waited for in vain
 
 
-def _wait(work: Any, until: float) -> None:
-    if isinstance(work, RuntimeError):
-        raise work
-    work.wait(timedelta(seconds=max(until - time.monotonic(), 0.001)))
-
-
 class _Groups:
-    """Three groups of all ranks. What was sent and not awaited is kept: the system may still read its memory."""
+    """Three groups of all ranks. A tensor is kept until its message is awaited: the system may still use its memory."""
 
     def __init__(self, timeout: float) -> None:
-        limit = timedelta(seconds=timeout)
-        self.up, self.down, self.data = (dist.new_group(backend="gloo", timeout=limit) for _ in range(3))
+        self.up, self.down = (self._new(timeout) for _ in range(2))
+        self.data: dist.ProcessGroup | None = None
+        self.spent: dist.ProcessGroup | None = None
         self.broken = False
-        self._kept: list[Any] = []
+        self._kept: dict[int, Any] = {}
+        self.complete(timeout)
+
+    def complete(self, timeout: float) -> None:
+        """Make a group for tensors, where there is none yet or a rank has hung up the last one."""
+        if self.data is None:
+            if self.spent is not None:
+                dist.destroy_process_group(self.spent)
+                self.spent = None
+                self._kept.clear()
+            self.data = self._new(timeout)
+
+    def _new(self, timeout: float) -> dist.ProcessGroup:
+        return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
 
     def keep(self, work: Any, tensor: torch.Tensor) -> Any:
-        if len(self._kept) > 4096:
-            self._kept[:2048] = []
-        self._kept.append((work, tensor))
+        self._kept[id(work)] = work, tensor
         return work
+
+    def release(self, work: Any) -> None:
+        self._kept.pop(id(work), None)
+
+    def hang_up(self) -> None:
+        self.broken = True
+        for group in (self.up, self.down, self.data):
+            if group is not None:
+                lost.hang_up(group)
 
 
 _made: list[tuple[weakref.ref[Any], _Groups]] = []
 
 
-def peers(doing: str, timeout: float) -> Peers:
+def peers(call: str, doing: str, timeout: float | None) -> Peers:
     """Return the ranks of this job, or this process alone without a process group. Collective.
 
+    Args:
+        call: the public function that every rank calls, "sl.save".
+        doing: the task.
+        timeout: seconds that the ranks wait for each other; None for those of the job's process group.
+
     Raises:
-        CheckpointError: not all of them called this within `timeout` seconds.
+        CheckpointError: not all of them called this within `timeout` seconds, or some have ended or call another one.
     """
+    if timeout is None:
+        limit = _torch.timeout_of(dist.group.WORLD) if dist.is_initialized() else None
+        timeout = limit.total_seconds() if limit is not None else 1800.0
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return Peers(doing, timeout)
+    if why := lost.come(call, timeout=timeout):
+        raise CheckpointError(f"{_capital(doing)} failed: {why}")
     world = dist.group.WORLD
     if not _made or _made[0][0]() is not world or _made[0][1].broken:
         try:
@@ -251,6 +327,7 @@ def peers(doing: str, timeout: float) -> Peers:
                 f"{_capital(doing)} failed: not all {dist.get_world_size()} ranks came to it within {timeout:g} s "
                 f"({error}). A rank is lost, or does something else: look at its log; a timeout= may be longer."
             ) from error
+    _made[0][1].complete(timeout)
     return _Job(doing, timeout, _made[0][1])
 
 

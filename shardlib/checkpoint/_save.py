@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import inspect
 import json
 import math
 import os
@@ -10,7 +11,7 @@ import platform
 import re
 import threading
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -29,12 +30,20 @@ from shardlib.checkpoint._files import Entry, check_name, dtype_name, sync_folde
 from shardlib.checkpoint._items import Item, elsewhere, model_items, tied_names
 from shardlib.checkpoint._manifest import MANIFEST, File, Manifest, Piece, Saved
 from shardlib.checkpoint._optimizer import describe, joined, known, optimizer_items
-from shardlib.checkpoint._peers import Peers, peers
+from shardlib.checkpoint._peers import Lost, Peers, peers
 from shardlib.checkpoint._share import Source, agreed, file_groups, packed, sources, turns, written_by
 from shardlib.checkpoint._values import encode
 from shardlib.errors import CheckpointError, nearest, short_traceback
 
-__all__ = ["Saving", "check_objects", "save", "shardlib_version", "wait_for_saving"]
+__all__ = [
+    "Saving",
+    "check_objects",
+    "check_options",
+    "peers_after_saving",
+    "save",
+    "shardlib_version",
+    "wait_for_saving",
+]
 
 WEIGHTS = ("pieces", "huggingface", "file", "none")
 HF_INDEX = "model.safetensors.index.json"
@@ -45,6 +54,7 @@ class Saving:
 
     Attributes:
         path: the path of the checkpoint.
+        failed: whether saving has ended without a checkpoint.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -57,6 +67,7 @@ class Saving:
         self.path = path
         self._failure: BaseException | None = None
         self._thread: threading.Thread | None = None
+        self.failed = False
 
     def done(self) -> bool:
         """Return whether saving has ended, successfully or not."""
@@ -70,10 +81,14 @@ class Saving:
         """
         if self._thread is not None:
             self._thread.join()
-        failure, self._failure = self._failure, None
-        if failure is not None:
+        if (failure := self._taken()) is not None:
             raise failure
         return self.path
+
+    def _taken(self) -> BaseException | None:
+        """Return the failure of a save that has ended, if no call has raised it yet."""
+        failure, self._failure = self._failure, None
+        return failure
 
     def _begin(self, work: Callable[[], None]) -> None:
         self._thread = threading.Thread(target=self._run, args=(work,), name="shardlib-save")
@@ -83,7 +98,7 @@ class Saving:
         try:
             work()
         except BaseException as error:
-            self._failure = error
+            self._failure, self.failed = error, True
 
 
 _last: list[Saving] = []
@@ -95,8 +110,33 @@ def wait_for_saving() -> None:
     Raises:
         CheckpointError: it was not saved, and no call has raised this yet.
     """
+    if (failure := _joined()) is not None:
+        raise failure
+
+
+def _joined() -> BaseException | None:
+    """Wait for a checkpoint that is still being written, and return why it failed, if no call has raised this yet."""
+    failure: BaseException | None = None
     while _last:
-        _last.pop().wait()
+        if (thread := _last[0]._thread) is not None:
+            thread.join()  # before it is forgotten: an interrupt may end the waiting, and not the thread
+        failure = _last.pop(0)._taken()
+    return failure
+
+
+def peers_after_saving(call: str, doing: str, timeout: float | None) -> Peers:
+    """Wait for a checkpoint that is still being written in the background, and return the ranks of this job.
+
+    Raises:
+        CheckpointError: it was not saved, and a rank has not raised this yet; on every rank, since the others would
+            wait for that one. Or the ranks did not come.
+    """
+    failure = _joined()
+    if isinstance(failure, Lost):
+        raise failure
+    everyone = peers(call, doing, timeout)
+    everyone.raise_together(failure)
+    return everyone
 
 
 @short_traceback
@@ -113,7 +153,7 @@ def save(
     variant: str | None = None,
     shard_mb: float = 5000,
     background: bool = False,
-    timeout: float = 1800,
+    timeout: float | None = None,
 ) -> Saving:
     """Save a model, sharded or not, and what belongs to its training. Collective: every rank calls it.
 
@@ -140,14 +180,16 @@ def save(
         variant: with "huggingface", a word in the names of files, as in `from_pretrained(path, variant=...)`.
         shard_mb: the largest size of a file, in megabytes.
         background: copy the state, and write it while training continues. The next save waits for this one.
-        timeout: seconds that ranks wait for each other in each phase; a lost rank is named then at the latest.
+        timeout: seconds that ranks wait for each other in each phase; a lost rank is named then at the latest. By
+            default those of the mesh, half an hour unless `mesh(timeout=)` says otherwise.
 
     Returns:
         A `Saving`; with `background`, `wait()` and the next save raise a failure.
 
     Raises:
         CheckpointError: the reason why it was not saved, on every rank: ranks gave different paths or options, what
-            is at `path` is not a checkpoint, a file cannot be written. A checkpoint at `path` is still there.
+            is at `path` is not a checkpoint, a file cannot be written, not all ranks called it. A checkpoint at `path`
+            is still there.
 
     Example:
         >>> import tempfile
@@ -157,9 +199,8 @@ def save(
         ...     sorted(os.listdir(done.path))
         ['pieces-00000-000.safetensors', 'shardlib.json', 'values']
     """
-    wait_for_saving()
     target = _paths.given(path, "save")
-    everyone = peers(f'saving "{target}"', timeout)
+    everyone = peers_after_saving("sl.save", f'saving "{target}"', timeout)
     everyone.run("check arguments", lambda: _check(target, model, optimizer, weights, shard_mb, variant))
     everyone.compare(
         path=str(target),
@@ -188,6 +229,21 @@ def save(
     else:
         job.carry_out()
     return saving
+
+
+def check_options(call: str, options: Mapping[str, Any], *others: str) -> None:
+    """Check the names of options that a later `save` will get.
+
+    Raises:
+        CheckpointError: `save` has no such option, nor has `call` itself, whose options are `others`.
+    """
+    of_save = [name for name, each in inspect.signature(save).parameters.items() if each.kind is each.KEYWORD_ONLY]
+    for name, value in options.items():
+        if name not in of_save:
+            raise CheckpointError(
+                f"{call}({name}={value!r}) was given, which is no option.{nearest(name, [*others, *of_save])} Options "
+                f"are {', '.join([*others, *of_save])}."
+            )
 
 
 def _is_given(value: Any) -> str:
@@ -396,18 +452,22 @@ class _Job:
         rank = self.everyone.rank
         gathers = {i for target, group in self._groups() if target == rank for i in group}
         self.items = [
-            replace(item, local=_HOST.copy(f"{item.section}:{item.name}", item.local))
+            replace(item, local=_on_host(item.local))
             if rank in item.rank_mesh.ranks and (i in gathers or written_by(item, turn, rank))
             else item
             for i, (item, turn) in enumerate(zip(self.items, self.turns, strict=True))
         ]
-        _HOST.forget_others()
 
     def carry_out(self) -> None:
         everyone, folder = self.everyone, _paths.writing(self.target)
         with ExitStack() as claim:
             everyone.run("prepare", lambda: self._begin(claim) if everyone.rank == 0 else None)
-            written = everyone.gather("write", lambda: self._write(folder))
+            try:
+                written = everyone.gather("write", lambda: self._write(folder))
+            except BaseException:
+                if self._groups():
+                    everyone.renew()
+                raise
             everyone.run("write manifest", lambda: self._finish(folder, written) if everyone.rank == 0 else None)
             everyone.run("put in place", lambda: self._end(claim) if everyone.rank == 0 else None)
 
@@ -447,19 +507,18 @@ class _Job:
                 name = f"model.{self.variant}" if self.variant else "model"
                 name += f"-{n + 1:05d}-of-{len(groups):05d}" if len(groups) > 1 else ""
                 files.append((name, "model", [rounds.entry(i) for i in group]))
-        failure: Exception | None = None
-        reported = []
         nbytes = sum(entry.nbytes for _, _, entries in files for entry in entries)
-        with Progress(f'saving "{self.target.name}"', unit="bytes", total=nbytes) as progress:
-            for name, section, entries in files:
-                try:
-                    written = self._write_file(folder, f"{name}.safetensors", section, entries, progress.advance)
-                    reported.append(written)
-                except (OSError, CheckpointError) as error:
-                    failure = failure or error
-            rounds.finish()
-            if failure is not None:
-                raise failure
+        try:
+            with Progress(f'saving "{self.target.name}"', unit="bytes", total=nbytes) as progress:
+                reported = [
+                    self._write_file(folder, f"{name}.safetensors", section, entries, progress.advance)
+                    for name, section, entries in files
+                ]
+                rounds.finish()
+        except BaseException:
+            if groups:
+                self.everyone.stop_sending()
+            raise
         return reported
 
     def _write_file(
@@ -571,7 +630,6 @@ class _Rounds:
             self._by_writer.setdefault(rank, []).extend(group)
         self._round = 0
         self._sent: list[Callable[[], None]] = []
-        self._failure: CheckpointError | None = None
 
     def entry(self, i: int) -> Entry:
         """Return the i-th item in full, as an entry of a file of this rank."""
@@ -582,14 +640,8 @@ class _Rounds:
         self._send_round()
         item = self._items[i]
         full = torch.empty(item.shape, dtype=item.dtype)
-        failure: CheckpointError | None = None
         for source in sources(item, self._turns[i], self._everyone.rank):
-            try:
-                full[source.part.box.slices] = self._part(item, source)
-            except CheckpointError as error:  # go on: other ranks wait to send
-                failure = failure or error
-        if failure is not None:
-            raise failure
+            full[source.part.box.slices] = self._part(item, source)
         return full
 
     def _part(self, item: Item, source: Source) -> torch.Tensor:
@@ -616,37 +668,19 @@ class _Rounds:
 
     def _await(self, sent: Sequence[Callable[[], None]]) -> None:
         for wait in sent:
-            try:
-                wait()
-            except CheckpointError as error:
-                self._failure = self._failure or error
+            wait()
 
     def finish(self) -> None:
         """Take part in the rounds in which this rank writes nothing more."""
         while self._round < max(map(len, self._by_writer.values()), default=0):
             self._send_round()
         self._await(self._sent)
-        if self._failure is not None:
-            raise self._failure
 
 
-class _HostMemory:
-    """Copies in host memory that the next copy of the same tensor reuses. One save at a time is under way."""
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy a tensor to host memory, which is freed after the save.
 
-    def __init__(self) -> None:
-        self._before: dict[str, torch.Tensor] = {}
-        self._now: dict[str, torch.Tensor] = {}
-
-    def copy(self, key: str, tensor: torch.Tensor) -> torch.Tensor:
-        room = self._before.pop(key, None)
-        if room is None or room.shape != tensor.shape or room.dtype != tensor.dtype:
-            room = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
-        self._now[key] = room.copy_(tensor)
-        return room
-
-    def forget_others(self) -> None:
-        """Drop copies that were not used again in the last save."""
-        self._before, self._now = self._now, {}
-
-
-_HOST = _HostMemory()
+    Pinned memory goes back to torch's cache of it then, from which the next save takes it.
+    """
+    room = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
+    return room.copy_(tensor)

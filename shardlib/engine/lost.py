@@ -25,7 +25,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import astuple, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -36,9 +36,20 @@ import torch.distributed as dist
 
 from shardlib.engine import _torch, agree
 from shardlib.engine.transport import Transport
-from shardlib.errors import LostRankError, ShardlibError, hide_frames
+from shardlib.errors import LostRankError, ShardlibError, by_rank, hide_frames
 
-__all__ = ["all_say", "leave", "meet", "naming_lost_ranks", "naming_lost_ranks_in_operations", "watch_forward"]
+__all__ = [
+    "all_say",
+    "come",
+    "hang_up",
+    "leave",
+    "meet",
+    "naming_lost_ranks",
+    "naming_lost_ranks_in_operations",
+    "note",
+    "noted",
+    "watch_forward",
+]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -492,6 +503,115 @@ def all_say(what: str, text: str, ranks: Collection[int]) -> bool:
 _asked: weakref.WeakKeyDictionary[Any, Counter[str]] = weakref.WeakKeyDictionary()
 
 
+def come(call: str, *, task: str = "", ranks: Collection[int] | None = None, timeout: float | None = None) -> str:
+    """Wait until all ranks come to a collective that is called now and then, through the job's store.
+
+    Such a call is often made on one rank alone, where its collectives would wait for the others without a word.
+
+    Args:
+        call: the public function, "sl.save".
+        task: more about the call; an error if ranks come to different ones.
+        ranks: the global ranks that have to come; None for all of the job.
+        timeout: the seconds to wait for ranks that are not known to have ended; by default those of the job's group.
+
+    Returns:
+        "", or why the call cannot go on. Either all ranks get "", or none does.
+    """
+    if not dist.is_initialized() or dist.get_backend() == dist.Backend.FAKE:
+        return ""
+    ranks = sorted(ranks if ranks is not None else range(dist.get_world_size()))
+    if len(ranks) == 1:
+        return ""
+    if timeout is None:
+        limit = _torch.timeout_of(dist.group.WORLD)
+        timeout = limit.total_seconds() if limit is not None else 1800.0
+    counts, subject = _asked.setdefault(dist.group.WORLD, Counter()), f"come/{','.join(map(str, ranks))}"
+    counts[subject] += 1
+    meeting = _Meeting(f"{subject}/{counts[subject]}", f"{call}{task}", call, ranks, timeout)
+    answers = _within(timeout + _STORE_TIMEOUT + _ANSWER_TIMEOUT, meeting.conclusion)
+    if not answers:
+        return (
+            f"the job's store does not answer, through which the ranks meet in {call}; the process that kept it ended"
+        )
+    return "" if answers[0] == _ALL_CAME else answers[0]
+
+
+_ALL_CAME = "all came"
+_LOOK_INTERVAL = 0.5  # seconds between looks for ranks that have ended
+
+
+@dataclass(frozen=True)
+class _Meeting:
+    """A call to which ranks come; the first conclusion, of whichever rank, is that of all."""
+
+    key: str
+    task: str
+    call: str
+    ranks: Sequence[int]
+    timeout: float
+
+    def conclusion(self) -> str:
+        store, rank = dist.PrefixStore("shardlib/lost/", _torch.default_store()), dist.get_rank()
+        store.set(f"member/{rank}", json.dumps(astuple(_Member.of_this_process())))
+        store.set(f"{self.key}/{rank}", self.task)
+        if store.compare_set(f"{self.key}/task", "", self.task).decode() != self.task:
+            self._conclude(store, "ranks do different things:\n" + self._tasks(store))
+        elif store.add(f"{self.key}/number", 1) == len(self.ranks):
+            self._conclude(store, _ALL_CAME)
+        begin, pause, looks = time.monotonic(), 0.001, 1
+        while not store.check([f"{self.key}/conclusion"]):
+            waited = time.monotonic() - begin
+            if waited > self.timeout:
+                self._conclude(store, self._missed(store, f"did not come within {self.timeout:g} s"))
+            elif waited > looks * _LOOK_INTERVAL:
+                looks += 1
+                if self._ended(store):  # which may have come before they ended: then the conclusion is there
+                    self._conclude(store, self._missed(store, "ended", self._ended(store)))
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
+        return store.get(f"{self.key}/conclusion").decode()
+
+    def _conclude(self, store: dist.Store, text: str) -> None:
+        store.compare_set(f"{self.key}/conclusion", "", text)
+
+    def _came(self, store: dist.Store) -> list[int]:
+        return [rank for rank in self.ranks if store.check([f"{self.key}/{rank}"])]
+
+    def _tasks(self, store: dist.Store) -> str:
+        return by_rank((rank, store.get(f"{self.key}/{rank}").decode()) for rank in self._came(store))
+
+    def _ended(self, store: dist.Store) -> list[int]:
+        """Return the ranks that have not come and that have ended, among those of this machine."""
+        own, missing = _machine(), sorted({*self.ranks} - {*self._came(store)})
+        known = [rank for rank in missing if store.check([f"member/{rank}"])]
+        members = [_Member(*json.loads(store.get(f"member/{rank}"))) for rank in known]
+        return [each.rank for each in members if each.machine == own and each.condition() == "ended"]
+
+    def _missed(self, store: dist.Store, how: str, which: Sequence[int] = ()) -> str:
+        came = self._came(store)
+        missing = list(which) or [rank for rank in self.ranks if rank not in came]
+        notes = [(rank, text) for rank in missing if (text := _store_client().noted(rank))]
+        raised = "".join(f" Rank {rank} raised {text}." for rank, text in notes)
+        return (
+            f"only {_ranks(came)} called {self.call}, and {_ranks(missing)} {how}: every rank has to call it.{raised} "
+            "Write the call outside of `if rank == 0`."
+        )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def note(error: BaseException) -> None:
+    """Write the error that this rank has raised to the job's store, for the case that others wait for it."""
+    _store_client().note(dist.get_rank(), f"{type(error).__name__}: {error}".removesuffix(": "))
+
+
+def noted(rank: int) -> str:
+    """Return the error that a rank has raised recently, or ""."""
+    return _store_client().noted(rank)
+
+
 def leave() -> None:
     """Tell the ranks that wait for this one in collectives that it has raised the noted error; end their waiting."""
     _store_client().claim(_Finding((dist.get_rank(),), "raised"))
@@ -519,10 +639,15 @@ def _close_connections() -> None:
     for group in _torch.process_groups():
         if group is not dist.group.WORLD and not group.group_desc.startswith("mesh"):
             continue
-        other = next((rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()), None)
-        if other is not None:
-            with contextlib.suppress(RuntimeError):
-                unused = torch.empty(1, dtype=torch.uint8, device="cpu")
-                work = dist.irecv(unused, other, group=group, tag=_NEVER_SENT)
-                if work is not None:
-                    work.wait(timedelta(milliseconds=1))
+        hang_up(group)
+
+
+def hang_up(group: dist.ProcessGroup) -> None:
+    """Close this process's connections of a group of gloo: ranks that wait for it get an error at once."""
+    other = next((rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()), None)
+    if other is not None:
+        with contextlib.suppress(RuntimeError):
+            unused = torch.empty(1, dtype=torch.uint8, device="cpu")
+            work = dist.irecv(unused, other, group=group, tag=_NEVER_SENT)
+            if work is not None:
+                work.wait(timedelta(milliseconds=1))

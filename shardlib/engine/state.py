@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardlib.engine import _torch
+from shardlib.engine import _torch, lost
 from shardlib.engine.params import local_of
 from shardlib.engine.sharded import is_sharded, param_state_of, record_of
 from shardlib.errors import CheckpointError
@@ -22,7 +22,8 @@ def full_state_dict(
 ) -> dict[str, torch.Tensor]:
     """Return the state dict of the single-device model: plain, full tensors on every rank.
 
-    Collective: every rank must call it. Tensors are all-gathered one at a time.
+    Collective: every rank must call it; if some do not, the others raise `CheckpointError`. Tensors are all-gathered
+    one at a time.
 
     Args:
         model: a sharded model (or any module).
@@ -34,6 +35,11 @@ def full_state_dict(
         >>> sorted(state)
         ['bias', 'weight']
     """
+    if is_sharded(model):
+        ranks = _torch.ranks_of_mesh(_torch.root_mesh(record_of(model).mesh))
+        which = "" if names is None else f" of {len(names)} tensors"
+        if why := lost.come("sl.full_state_dict", task=which, ranks=ranks):
+            raise CheckpointError(f"Gathering full tensors failed: {why}")
     params = dict(model.named_parameters(remove_duplicate=False))
     wanted = {name: value for name, value in model.state_dict().items() if names is None or name in names}
     full = {name: _full(value, params.get(name), cpu=cpu) for name, value in wanted.items()}

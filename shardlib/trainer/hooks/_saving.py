@@ -89,7 +89,7 @@ class SaveCheckpointHook(BaseHook):
 
     def _is_there_one(self) -> bool:
         """Return whether rank 0 finds a checkpoint, so that all ranks agree."""
-        everyone = peers(f'looking into "{self.checkpoints.folder}"', 1800)
+        everyone = peers("SaveCheckpointHook", f'looking into "{self.checkpoints.folder}"', None)
         return bool(everyone.first("find checkpoints", lambda: self.checkpoints.latest() is not None))
 
     def _go_on(self, trainer: Trainer) -> None:
