@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from numbers import Real
@@ -123,6 +124,9 @@ def _state_item(name: str, param: torch.Tensor, value: torch.Tensor, size: int, 
     if not value.ndim or value.shape == param.shape:
         return item
     of_param = item_of("optimizer", name, param, _rank_mesh(param, size))
+    by_engine = param_state_of(param) is not None  # which makes DTensors of what is split
+    if value.numel() == 1 and (by_engine or of_param.local.numel() != 1):  # a count of steps, torch.zeros(1)
+        return item
     if value.shape != of_param.local.shape:
         raise CheckpointError(
             f'Optimizer state "{name}" is a plain tensor of shape {tuple(value.shape)}, but its parameter is sharded: '
@@ -362,7 +366,7 @@ def _room(
         return torch.empty_like(now, dtype=dtype)
     split = isinstance(param, DTensor) or bool(_splitting(row, of))
     if saved.shape != tuple(param.shape):
-        if split and saved.shape and not whole:
+        if split and math.prod(saved.shape) != 1 and not whole:
             raise CheckpointError(
                 f'Optimizer state "{full}" has shape {saved.shape}, and its parameter, of global shape '
                 f"{tuple(param.shape)}, is sharded: the layout of this state is not known. Step the optimizer once "

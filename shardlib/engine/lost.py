@@ -416,6 +416,12 @@ class _JobMembers:
             happened = self._waiting(store, error)
         elif not store.answers and 0 not in finding.ranks and 0 in self._on_this_machine(finding.how):
             happened += ". Rank 0 has ended too, and the job's store with it"
+        if phase == _OPERATION:
+            happened += (
+                ". A tensor that the ranks hold in shards was read or copied here, for which all ranks have to be "
+                "there. For full tensors, as for torch.save or a model that is not sharded, take "
+                'sl.full_state_dict(model) on every rank, or sl.save(path, model, weights="file")'
+            )
         return (
             f'{happened[:1].upper()}{happened[1:]}. Rank {self.rank} was in phase "{phase}" and cannot go on: end it, '
             "start the job again, and load the last checkpoint."

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
@@ -342,13 +342,15 @@ class _Step:
             outer.update(self.full_step.scatter({**inner}))
             for leaf in self.full_step.leaves.values():
                 inner.pop(leaf, None)
+        single = _keys_of_other_shapes(inner, self.leaves)
         for leaf, param_state, _ in self.leaves:
             state, leaf.grad = inner.pop(leaf, None), None
             if state is not None:
                 before = outer.get(param_state.param, {})
                 local = state if param_state.master_dtype is None else {**state, MASTER: leaf}
                 outer[param_state.param] = {
-                    key: _global_value(param_state, before.get(key), value) for key, value in local.items()
+                    key: value if key in single else _global_value(param_state, before.get(key), value)
+                    for key, value in local.items()
                 }
             if param_state.master_dtype is not None:
                 param_state.keep_master(None if state is not None else leaf)
@@ -596,6 +598,21 @@ def _local_state(param_state: ParamState, value: Any) -> Any:
     elif param_state.has_sharded_state and value.shape == param_state.param.shape:
         value = param_state.take(value)
     return value.to(offload.HOST) if "state" in param_state.offloaded else value
+
+
+def _keys_of_other_shapes(
+    state: Mapping[Any, dict[str, Any]], leaves: Sequence[tuple[torch.Tensor, ParamState, torch.Tensor]]
+) -> set[str]:
+    """Return the keys of state that for some parameter has another shape than its local shard, as `torch.zeros(1)`.
+
+    Where the local shard of another parameter has one element too, the shape of its state alone does not tell.
+    """
+    return {
+        key
+        for leaf, param_state, _ in leaves
+        for key, value in state.get(leaf, {}).items()
+        if isinstance(value, torch.Tensor) and tuple(value.shape) != param_state.shard_shape
+    }
 
 
 def _global_value(param_state: ParamState, before: Any, value: Any) -> Any:

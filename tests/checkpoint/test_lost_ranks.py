@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import shardlib as sl
 from shardlib import MeshShape, Rules, checkpoint
-from shardlib.checkpoint import _paths, _save
+from shardlib.checkpoint import _paths, _peers, _save
 from shardlib.errors import CheckpointError
 from shardlib.testing import shared_pool
 from shardlib.testing.models import MLP, batch_for
@@ -148,18 +149,130 @@ def test_an_error_of_one_rank_reaches_all(tmp_path: Path):
     assert told == [message] * 3
 
 
-def _only_rank_0_saves(folder: Path) -> str:
-    if dist.get_rank():
-        while not (folder / "gave up").exists():
-            time.sleep(0.01)
-        return ""
-    with pytest.raises(CheckpointError) as caught:
-        checkpoint.save(folder / "saved", nn.Linear(2, 2), timeout=0.5)
-    (folder / "gave up").touch()
-    assert not (folder / "saved").exists()
+_FAILURES: list[tuple[Any, str, BaseException, dict[str, Any]]] = [
+    (_save, "write_tensors", MemoryError(), {}),
+    (
+        _save._Rounds,
+        "_gathered",
+        RuntimeError("CUDA error: out of memory"),
+        {"weights": "huggingface", "shard_mb": 1e-5},
+    ),
+    (_save._Rounds, "_send_round", KeyboardInterrupt(), {"weights": "file"}),
+    (_save, "optimizer_items", MemoryError(), {}),
+    (_save, "write_tensors", KeyboardInterrupt(), {"background": True}),
+]
+
+
+def _any_failure(folder: Path, which: int, rank: int) -> str:
+    place, name, failure, options = _FAILURES[which]
+    torch.manual_seed(0)
+    model = sl.shard_model(MLP(), "dp=2", {"**": None}, transforms=sl.fsdp(), compile=None)
+    optimizer = torch.optim.SGD(model.parameters())
+    others = (optimizer,) if options.get("weights") != "file" else ()
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(BaseException) as caught:
+        if dist.get_rank() == rank:
+            patch.setattr(place, name, functools.partial(_raise, failure))
+        checkpoint.save(folder / "saved", model, *others, timeout=20, **options).wait()
+    assert sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith(".")) == []
+    checkpoint.save(folder / "saved", model, *others, **options).wait()
+    checkpoint.load(folder / "saved", model, *others, verify="all")
+    assert _peers._made[0][1]._kept == {}  # what others sent is in no memory any more
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def _raise(error: BaseException, *args: Any, **kwargs: Any) -> None:
+    raise error
+
+
+@pytest.mark.parametrize(("which", "rank"), [(0, 1), (1, 0), (1, 1), (2, 1), (3, 1), (4, 0)])
+def test_a_failure_of_any_kind_is_told_on_all_ranks_with_its_cause(ranks, tmp_path: Path, which: int, rank: int):
+    said = ranks(2).run(_any_failure, tmp_path, which, rank)
+    cause = _peers.described(_FAILURES[which][2])
+    told = f'CheckpointError: Saving "{tmp_path}/saved" failed (on rank {rank}): {cause}'
+    assert said[1 - rank] == told
+    assert said[rank] == (told if isinstance(_FAILURES[which][2], Exception) else f"{cause}: ")
+
+
+def _interrupted_between_messages(folder: Path) -> str:
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(BaseException) as caught:
+        if dist.get_rank() == 1:
+            patch.setattr(_peers._Job, "_receive_json", functools.partial(_raise, KeyboardInterrupt()))
+        checkpoint.save(folder / "saved", nn.Linear(2, 2), timeout=20)
+    checkpoint.save(folder / "saved", nn.Linear(2, 2))
     return str(caught.value)
 
 
-def test_a_first_checkpoint_that_not_all_ranks_come_to(ranks, tmp_path: Path):
-    said, _ = ranks(2).run(_only_rank_0_saves, tmp_path)
-    assert said.startswith(f'Saving "{tmp_path}/saved" failed: not all 2 ranks came to it within 0.5 s (')
+def test_an_interrupt_between_two_messages_ends_the_waiting_of_other_ranks(ranks, tmp_path: Path):
+    said, _ = ranks(2).run(_interrupted_between_messages, tmp_path)
+    assert said.startswith(
+        f'Saving "{tmp_path}/saved" failed: rank 1 has left, after it raised KeyboardInterrupt, while the ranks were in'
+    )
+
+
+# --- calls that not all ranks make ------------------------------------------------------------------------------------
+
+_CALLS: dict[str, Any] = {
+    "sl.save": lambda folder: checkpoint.save(folder / "saved", nn.Linear(2, 2), timeout=0.5),
+    "sl.load": lambda folder: checkpoint.load(folder / "saved", nn.Linear(2, 2), timeout=0.5),
+    "Checkpoints.save": lambda folder: checkpoint.Checkpoints(folder, timeout=0.5).save(3, nn.Linear(2, 2)),
+    "Checkpoints.load": lambda folder: checkpoint.Checkpoints(folder, timeout=0.5).load(nn.Linear(2, 2)),
+}
+
+
+def _only_rank_0(folder: Path, call: str) -> str:
+    """Rank 1 comes after rank 0 has given up: it need not wait."""
+    while dist.get_rank() and not (folder / "gave up").exists():
+        time.sleep(0.01)
+    with pytest.raises(CheckpointError) as caught:
+        _CALLS[call](folder)
+    (folder / "gave up").touch()
+    assert [entry.name for entry in folder.iterdir()] == ["gave up"]
+    checkpoint.save(folder / "saved", nn.Linear(2, 2))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("call", list(_CALLS))
+def test_a_call_that_not_all_ranks_make(ranks, tmp_path: Path, call: str):
+    for said in ranks(2).run(_only_rank_0, tmp_path, call):
+        assert said.endswith(
+            f" failed: only rank 0 called {call}, and rank 1 did not come within 0.5 s: every rank has to call it. "
+            "Write the call outside of `if rank == 0`."
+        )
+
+
+def _different_calls(folder: Path) -> str:
+    model = sl.shard_model(nn.Linear(4, 4), "dp=2", {"**": None}, transforms=sl.fsdp())
+    with pytest.raises(CheckpointError) as caught:
+        if dist.get_rank() == 0:
+            sl.full_state_dict(model)
+        else:
+            sl.save(folder / "saved", model)
+    sl.save(folder / "saved", model)
+    return str(caught.value).partition("failed: ")[2]
+
+
+def test_ranks_that_make_different_calls_hear_it_at_once(ranks, tmp_path: Path):
+    said = "ranks do different things:\n  rank 0: sl.full_state_dict\n  rank 1: sl.save"
+    assert ranks(2).run(_different_calls, tmp_path) == [said] * 2
+
+
+def _only_rank_0_lives(folder: str) -> None:
+    model = sl.shard_model(nn.Linear(4, 4), "dp=2", {"**": None}, transforms=sl.fsdp())
+    if dist.get_rank():
+        return
+    for call in (lambda: sl.save(f"{folder}/saved", model), lambda: sl.full_state_dict(model)):
+        with pytest.raises(CheckpointError) as caught:
+            call()
+        with open(f"{folder}/told", "a") as told:
+            told.write(f"{caught.value}\n")
+
+
+def test_a_save_on_rank_0_alone_does_not_wait_for_ranks_that_have_ended(tmp_path: Path):
+    meeting = tmp_path / "meeting"
+    meeting.mkdir()
+    processes.run(2, meeting, _only_rank_0_lives, str(tmp_path), lost=1, seconds=60)
+    end = ", and rank 1 ended: every rank has to call it. Write the call outside of `if rank == 0`."
+    assert (tmp_path / "told").read_text().splitlines() == [
+        f'Saving "{tmp_path}/saved" failed: only rank 0 called sl.save{end}',
+        f"Gathering full tensors failed: only rank 0 called sl.full_state_dict{end}",
+    ]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import collections
+import gc
 import random
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -475,3 +477,91 @@ def test_ranks_that_give_different_paths_or_options(ranks, tmp_path: Path):
         f"different values of path.\n  rank 0: '{tmp_path}/0'\n  rank 1: '{tmp_path}/1'{end}",
     ]
     assert list(tmp_path.iterdir()) == []
+
+
+# --- folders of steps -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_run_that_goes_back_keeps_what_it_saves_and_goes_on_from_there(tmp_path: Path, background: bool):
+    checkpoints = checkpoint.Checkpoints(tmp_path, keep_last=1)
+    checkpoints.save(30, extra="left")
+    with pytest.warns(UserWarning, match=r"Step 20 was saved, .* of a run that was left. They are called left-000030 "):
+        saved = checkpoints.save(20, extra="new", background=background)
+        assert checkpoints.load().extra == "new"
+    assert checkpoints.steps() == [20] and saved.wait() == tmp_path / "step-000020" == checkpoints.latest()
+    assert checkpoint.load(tmp_path / "left-000030").extra == "left"
+    checkpoints.save(30, extra="new")
+    assert checkpoints.steps() == [30] and checkpoints.load().extra == "new"
+
+
+def test_a_save_that_fails_after_going_back_changes_no_other_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    checkpoints = checkpoint.Checkpoints(tmp_path, keep_last=1)
+    for step in (20, 30):
+        checkpoint.save(checkpoints.path(step), extra=step)
+    with monkeypatch.context() as patch:
+        patch.setattr(_save._paths, "commit", _raise(OSError(28, "No space left on device")))
+        checkpoints.save(20, extra="new", background=True)
+        with pytest.raises(CheckpointError, match="No space left"):
+            checkpoints.load()
+    assert checkpoints.load().extra == 30 and checkpoints.load(step=20).extra == 20
+
+
+def _raise(error: BaseException) -> Any:
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        raise error
+
+    return fails
+
+
+def test_a_save_removes_what_crashes_have_left_of_other_steps(tmp_path: Path):
+    checkpoints = checkpoint.Checkpoints(tmp_path, keep_last=1)
+    for name in (".removed-000005", ".step-000007.writing"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "shard").write_text("large")
+    checkpoints.save(10)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["step-000010"]
+
+
+def test_unknown_options_of_checkpoints_are_refused_at_once(tmp_path: Path):
+    with pytest.raises(CheckpointError, match=r'^Checkpoints\(keep=2\) was given, .* Did you mean "keep_last"\?'):
+        checkpoint.Checkpoints(tmp_path, keep=2)
+    with pytest.raises(CheckpointError, match='Did you mean "weights"'):
+        checkpoint.Checkpoints(tmp_path, weight="file")
+
+
+def test_copies_of_a_save_in_the_background_are_freed_when_it_is_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    copies, copy = [], torch.Tensor.copy_
+
+    def watched(room: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+        copies.append(weakref.ref(room))
+        return copy(room, tensor)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "copy_", watched)
+        saving = checkpoint.save(tmp_path / "saved", nn.Linear(2, 2), background=True)
+    saving.wait()
+    gc.collect()
+    assert len(copies) == 2 and [copy() for copy in copies] == [None, None]
+
+
+def _one_rank_hears_of_a_failure(folder: str) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_save, "write_tensors", _raise(OSError(28, "No space left on device")))
+        saving = checkpoint.save(f"{folder}/first", nn.Linear(2, 2), background=True)
+        if dist.get_rank() == 0:
+            with pytest.raises(CheckpointError, match="No space left"):
+                saving.wait()
+        with pytest.raises(CheckpointError) as caught:
+            checkpoint.save(f"{folder}/second", nn.Linear(2, 2), timeout=20)
+    checkpoint.save(f"{folder}/second", nn.Linear(2, 2))
+    return str(caught.value)
+
+
+def test_a_failure_that_one_rank_has_raised_before_is_raised_on_all_by_the_next_save(ranks, tmp_path: Path):
+    for said in ranks(2).run(_one_rank_hears_of_a_failure, str(tmp_path)):
+        assert said.startswith(f'Saving "{tmp_path}/first" failed (on rank 0): [Errno 28] No space left on device')

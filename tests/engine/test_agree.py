@@ -62,6 +62,30 @@ def test_code_that_a_rank_sends_is_not_run(ranks, tmp_path: Path):
     assert not (tmp_path / "made").exists()
 
 
+def _same_twice() -> list[torch.Tensor]:
+    """Tensors of every layout, dtype and view that buffers have."""
+    dense = torch.tensor([[0.0, 2.0], [3.0, 0.0]])
+    return [
+        dense,
+        dense.to_sparse(),
+        torch.sparse_coo_tensor([[0, 1, 1], [1, 0, 0]], [2.0, 1.0, 2.0], (2, 2)),  # one element in two parts
+        *(getattr(dense, f"to_sparse_{layout}")() for layout in ("csr", "csc")),
+        *(getattr(dense, f"to_sparse_{layout}")((1, 1)) for layout in ("bsr", "bsc")),
+        torch.complex(dense, dense).conj(),
+        torch.complex(dense, dense).conj().imag,
+        *(dense.to(dtype) for dtype in (torch.int16, torch.uint16, torch.uint64, torch.bool, torch.float8_e4m3fn)),
+        dense[:0],
+        dense[1, 0],
+    ]
+
+
+def test_tensors_of_every_layout_and_dtype_have_a_checksum():
+    with torch.sparse.check_sparse_tensor_invariants():
+        marks, again = ([agree.fingerprint(tensor) for tensor in _same_twice()] for _ in range(2))
+    assert marks == again
+    assert marks[1] == marks[2] and len(set(marks)) == len(marks) - 1
+
+
 def _compare_names() -> str:
     more = {"mask": torch.zeros(1)} if torch.distributed.get_rank() else {}
     try:

@@ -269,8 +269,9 @@ class Stages:
             if row.name not in sent:
                 local = next((own[each] for each in row.tied if each in own), None)
                 value = torch.empty(row.global_shape, dtype=row.stored.dtype or row.dtype) if local is None else local
-                moving = value.to(self.device).contiguous()
-                dist.broadcast(moving, group=self.pipeline_group, group_src=self.holders(row)[0])
+                moving = value.to(self.device).resolve_conj().contiguous()
+                as_bytes = moving.reshape(-1).view(torch.uint8)  # back ends lack some dtypes
+                dist.broadcast(as_bytes, group=self.pipeline_group, group_src=self.holders(row)[0])
                 sent[row.name] = moving.to(value.device)
             found[name] = sent[row.name]
         return found
