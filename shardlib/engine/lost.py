@@ -36,7 +36,7 @@ import torch.distributed as dist
 
 from shardlib.engine import _torch, agree
 from shardlib.engine.transport import Transport
-from shardlib.errors import LostRankError, ShardlibError, by_rank, hide_frames
+from shardlib.errors import LostRankError, ShardlibError, by_rank, hide_frames, warn
 
 __all__ = [
     "all_say",
@@ -544,6 +544,7 @@ def come(call: str, *, task: str = "", ranks: Collection[int] | None = None, tim
 
 _ALL_CAME = "all came"
 _LOOK_INTERVAL = 0.5  # seconds between looks for ranks that have ended
+_WARN_AFTER = 60.0  # seconds of waiting, of which nothing would be seen otherwise
 
 
 @dataclass(frozen=True)
@@ -571,6 +572,12 @@ class _Meeting:
                 self._conclude(store, self._missed(store, f"did not come within {self.timeout:g} s"))
             elif waited > looks * _LOOK_INTERVAL:
                 looks += 1
+                if looks * _LOOK_INTERVAL == _WARN_AFTER:
+                    came = self._came(store)
+                    warn(
+                        f"{_ranks(came)} wait in {self.call} for {_ranks(sorted({*self.ranks} - {*came}))}, for "
+                        f"{_WARN_AFTER:g} s now and for {self.timeout:g} s at most. Every rank has to call it."
+                    )
                 if self._ended(store):  # which may have come before they ended: then the conclusion is there
                     self._conclude(store, self._missed(store, "ended", self._ended(store)))
             time.sleep(pause)

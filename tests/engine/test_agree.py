@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -79,6 +80,7 @@ def _same_twice() -> list[torch.Tensor]:
     ]
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
 def test_tensors_of_every_layout_and_dtype_have_a_checksum():
     with torch.sparse.check_sparse_tensor_invariants():
         marks, again = ([agree.fingerprint(tensor) for tensor in _same_twice()] for _ in range(2))

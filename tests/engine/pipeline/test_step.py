@@ -18,7 +18,7 @@ from torch import nn
 
 import shardlib as sl
 from shardlib._plan.schedules import bubble, timeline
-from shardlib.engine import lost
+from shardlib.engine import agree, lost
 from shardlib.engine.pipeline.transport import Channels
 from shardlib.engine.sharded import record_of
 from shardlib.errors import InputError, LostRankError, PlanError, ShardingError, StageError
@@ -317,6 +317,31 @@ def _whole_state() -> bool:
 
 def test_whole_state_dicts(ranks):
     assert ranks(2).run(_whole_state) == [True] * 2
+
+
+class _Buffered(nn.Linear):
+    """A layer with a buffer of every kind that back ends cannot send as it is."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        ones = torch.ones(3)
+        for dtype in (torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.bool):
+            self.register_buffer(str(dtype).partition(".")[2], ones.to(dtype))
+        self.register_buffer("conjugate", torch.complex(ones, ones).conj())
+        self.register_buffer("number", torch.tensor(3, dtype=torch.int16))
+
+
+def _buffers_of_all_stages() -> bool:
+    model = sl.shard_model(
+        nn.Sequential(_Buffered(), _Buffered()), "pp=2", sl.Rules({"**": None}, stages=sl.Balanced())
+    )
+    want = dict(nn.Sequential(_Buffered(), _Buffered()).named_buffers())
+    full = sl.full_state_dict(model)
+    return all(agree.fingerprint(full[name]) == agree.fingerprint(value) for name, value in want.items())
+
+
+def test_buffers_of_any_dtype_are_in_whole_state_dicts(ranks):
+    assert ranks(2).run(_buffers_of_all_stages) == [True] * 2
 
 
 # --- what fails
