@@ -27,6 +27,7 @@ __all__ = [
     "DTYPES",
     "Entry",
     "Readers",
+    "bytes_of",
     "check_name",
     "checksum",
     "dtype_name",
@@ -162,11 +163,16 @@ class _Writer:
     def write_tensor(self, values: torch.Tensor, entry: Entry, advance: Callable[[int], None]) -> None:
         assert tuple(values.shape) == entry.box.sizes and values.dtype == entry.dtype, entry.name
         if values.numel():
-            self.write(values.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data, advance)
+            self.write(bytes_of(values).numpy().data, advance)
 
     def finish(self) -> None:
         self.file.flush()
         os.fsync(self.file.fileno())
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor's values in host memory, also of a view that conjugates or negates others."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().cpu().reshape(-1).view(torch.uint8)
 
 
 def write_bytes(path: Path, data: bytes) -> None:

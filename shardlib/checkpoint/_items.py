@@ -98,6 +98,11 @@ def item_of(section: str, name: str, tensor: torch.Tensor, everywhere: RankMesh)
     Raises:
         CheckpointError: a DTensor that cannot be saved: partial, or with placements that have no layout.
     """
+    if tensor.layout is not torch.strided:
+        raise CheckpointError(
+            f'"{name}" is a sparse tensor ({tensor.layout}), which safetensors cannot hold. Register the buffer with '
+            "persistent=False, and give its parts, such as indices and values, to save(..., extra=...)."
+        )
     if not isinstance(tensor, DTensor):
         local = tensor.detach()
         rank_mesh, layout = everywhere, Layout.replicate(tensor.ndim)

@@ -26,7 +26,7 @@ from shardlib._mesh import MeshShape
 from shardlib._progress import Progress
 from shardlib.checkpoint import _paths, _random
 from shardlib.checkpoint._boxes import Box, full_box
-from shardlib.checkpoint._files import Entry, check_name, dtype_name, sync_folder, write_bytes, write_tensors
+from shardlib.checkpoint._files import Entry, bytes_of, check_name, dtype_name, sync_folder, write_bytes, write_tensors
 from shardlib.checkpoint._items import Item, elsewhere, model_items, tied_names
 from shardlib.checkpoint._manifest import MANIFEST, File, Manifest, Piece, Saved
 from shardlib.checkpoint._optimizer import describe, joined, known, optimizer_items
@@ -391,7 +391,7 @@ def _add(tensors: dict[str, torch.Tensor], name: str, tensor: torch.Tensor) -> N
 
 
 def _raw(tensor: torch.Tensor) -> Any:
-    return tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy()
+    return bytes_of(tensor).numpy()
 
 
 def _state_dict(what: str, of: Any) -> Any:
@@ -663,7 +663,7 @@ class _Rounds:
         item = self._items[i]
         for source in sources(item, self._turns[i], target):
             if source.rank == self._everyone.rank:
-                part = source.part.of(item.local).cpu().contiguous()
+                part = bytes_of(source.part.of(item.local))
                 self._sent.append(self._everyone.send(part, target))
 
     def _await(self, sent: Sequence[Callable[[], None]]) -> None:

@@ -573,6 +573,8 @@ def _local_gradient(param_state: ParamState) -> torch.Tensor:
     param, grad = param_state.param, param_state.param.grad
     assert grad is not None
     param_state.check_reduced()
+    if param_state.is_updated_sharded and not param_state.is_local_shard(grad):  # zeros
+        return local_of(grad).new_zeros(param_state.shard_shape)
     if not isinstance(param, DTensor) or param_state.is_local_shard(grad):
         return local_of(grad)
     if not isinstance(grad, DTensor):

@@ -340,6 +340,8 @@ class ParamState:
             return
         partial = isinstance(grad, DTensor) and any(placement.is_partial() for placement in grad.placements)
         if self.is_updated_sharded or partial:
+            if not partial and grad is not None and not local_of(grad).any():
+                return  # zeros, with which torch's get_optimizer_state_dict lets an optimizer make its state
             raise ShardingError(
                 f'"{self.name}" has a gradient of this rank\'s examples alone: the plan shards its gradient or state '
                 f"over {', '.join(self.axes)}, and no backward pass outside of shardlib.no_sync has reduced it. Run "

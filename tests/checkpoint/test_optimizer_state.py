@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.tensor import DTensor
 
 import shardlib as sl
 
@@ -64,6 +66,32 @@ def _across(folder: str, shapes: tuple[str, str]) -> dict[str, torch.Tensor]:
 
 def _transforms(name: str) -> Any:
     return {"zero(1)": sl.zero(1), "zero(3)": sl.zero(3), "replicate": ()}[name]
+
+
+def _local(value: torch.Tensor) -> torch.Tensor:
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def _made_and_restored() -> list[bool]:
+    found = []
+    for transforms in (sl.zero(1), sl.zero(2), sl.zero(3)):
+        model = sl.shard_model(_model(), "dp=2", {"**": None}, transforms=transforms, compile=None)
+        optimizer, other = (torch.optim.AdamW(model.parameters()) for _ in range(2))
+        get_optimizer_state_dict(model, optimizer)  # steps with gradients of zero, and a learning rate of zero
+        found += [torch.equal(value, _model().state_dict()[name]) for name, value in sl.full_state_dict(model).items()]
+        _trained(model, optimizer, range(2))
+        set_optimizer_state_dict(model, other, get_optimizer_state_dict(model, optimizer))
+        found += [
+            torch.equal(_local(value), _local(again))
+            for p in model.parameters()
+            for value, again in zip(optimizer.state[p].values(), other.state[p].values(), strict=True)
+        ]
+    return found
+
+
+def test_torchs_state_dict_of_a_new_optimizer(ranks):
+    for found in ranks(2).run(_made_and_restored):
+        assert found == [True] * 3 * (2 + 2 * 3)
 
 
 @pytest.mark.parametrize("shapes", [("zero(1)", "zero(3)"), ("zero(3)", "zero(1)"), ("replicate", "zero(3)")])

@@ -333,6 +333,31 @@ def test_wrong_arguments(tmp_path: Path):
         checkpoint.save(tmp_path / "saved", nn.Linear(2, 2, device="meta"))
 
 
+class _Conjugate(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.register_buffer("values", torch.tensor([1 + 2j, 3 - 4j]).conj())
+        self.register_buffer("negative", torch.tensor([1 + 2j, 3 - 4j]).conj().imag)
+
+
+@pytest.mark.parametrize("weights", ["pieces", "huggingface"])
+def test_views_that_conjugate_or_negate(tmp_path: Path, weights: str):
+    for background in (False, True):
+        model = _Conjugate()
+        checkpoint.save(tmp_path / "saved", model, weights=weights, background=background)
+        for buffer in model.buffers():
+            buffer.zero_()
+        checkpoint.load(tmp_path / "saved", model, verify="all")
+        assert all(torch.equal(a, b) for a, b in zip(model.buffers(), _Conjugate().buffers(), strict=True))
+
+
+def test_a_sparse_buffer_is_refused_with_a_way_out(tmp_path: Path):
+    model = nn.Linear(2, 2)
+    model.register_buffer("adjacency", torch.eye(2).to_sparse())
+    with pytest.raises(CheckpointError, match=r'"adjacency" is a sparse tensor .*persistent=False'):
+        checkpoint.save(tmp_path / "saved", model)
+
+
 def test_wrong_paths_and_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters())
