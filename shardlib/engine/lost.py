@@ -523,7 +523,7 @@ def come(call: str, *, task: str = "", ranks: Collection[int] | None = None, tim
     Returns:
         "", or why the call cannot go on. Either all ranks get "", or none does.
     """
-    if not dist.is_initialized() or dist.get_backend() == dist.Backend.FAKE:
+    if not dist.is_initialized() or _torch.is_fake():
         return ""
     ranks = sorted(ranks if ranks is not None else range(dist.get_world_size()))
     if len(ranks) == 1:
@@ -533,7 +533,8 @@ def come(call: str, *, task: str = "", ranks: Collection[int] | None = None, tim
         timeout = limit.total_seconds() if limit is not None else 1800.0
     counts, subject = _asked.setdefault(dist.group.WORLD, Counter()), f"come/{','.join(map(str, ranks))}"
     counts[subject] += 1
-    meeting = _Meeting(f"{subject}/{counts[subject]}", f"{call}{task}", call, ranks, timeout)
+    number = counts[subject]
+    meeting = _Meeting(f"{subject}/{number}", f"{subject}/{number - 1}", f"{call}{task}", call, ranks, timeout)
     answers = _within(timeout + _STORE_TIMEOUT + _ANSWER_TIMEOUT, meeting.conclusion)
     if not answers:
         return (
@@ -552,6 +553,7 @@ class _Meeting:
     """A call to which ranks come; the first conclusion, of whichever rank, is that of all."""
 
     key: str
+    before: str  # the key of the last one
     task: str
     call: str
     ranks: Sequence[int]
@@ -573,16 +575,24 @@ class _Meeting:
             elif waited > looks * _LOOK_INTERVAL:
                 looks += 1
                 if looks * _LOOK_INTERVAL == _WARN_AFTER:
-                    came = self._came(store)
-                    warn(
-                        f"{_ranks(came)} wait in {self.call} for {_ranks(sorted({*self.ranks} - {*came}))}, for "
-                        f"{_WARN_AFTER:g} s now and for {self.timeout:g} s at most. Every rank has to call it."
-                    )
+                    self._warn(store)
                 if self._ended(store):  # which may have come before they ended: then the conclusion is there
                     self._conclude(store, self._missed(store, "ended", self._ended(store)))
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
-        return store.get(f"{self.key}/conclusion").decode()
+        found = store.get(f"{self.key}/conclusion").decode()
+        if found == _ALL_CAME:  # so no rank reads the keys of the last one any more
+            for name in (str(rank), *(("task", "number", "conclusion") if rank == self.ranks[0] else ())):
+                store.delete_key(f"{self.before}/{name}")
+        return found
+
+    def _warn(self, store: dist.Store) -> None:
+        came = self._came(store)
+        with contextlib.suppress(Warning):  # an error by the user's filters, for which the waiting must not end
+            warn(
+                f"{_ranks(came)} wait in {self.call} for {_ranks(sorted({*self.ranks} - {*came}))}, for "
+                f"{_WARN_AFTER:g} s now and for {self.timeout:g} s at most. Every rank has to call it."
+            )
 
     def _conclude(self, store: dist.Store, text: str) -> None:
         store.compare_set(f"{self.key}/conclusion", "", text)

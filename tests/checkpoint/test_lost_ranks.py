@@ -17,6 +17,7 @@ from torch import nn
 import shardlib as sl
 from shardlib import MeshShape, Rules, checkpoint
 from shardlib.checkpoint import _paths, _peers, _save
+from shardlib.engine import _torch
 from shardlib.errors import CheckpointError
 from shardlib.testing import shared_pool
 from shardlib.testing.models import MLP, batch_for
@@ -254,6 +255,21 @@ def _different_calls(folder: Path) -> str:
 def test_ranks_that_make_different_calls_hear_it_at_once(ranks, tmp_path: Path):
     said = "ranks do different things:\n  rank 0: sl.full_state_dict\n  rank 1: sl.save"
     assert ranks(2).run(_different_calls, tmp_path) == [said] * 2
+
+
+def _keys_of_saves(folder: Path) -> list[int]:
+    found = []
+    for _ in range(4):
+        checkpoint.save(folder / "saved", nn.Linear(2, 2))
+        dist.barrier()
+        found.append(_torch.default_store().num_keys())
+        dist.barrier()
+    return found
+
+
+def test_the_store_does_not_grow_with_the_number_of_saves(ranks, tmp_path: Path):
+    for _, *counts in ranks(2).run(_keys_of_saves, tmp_path):
+        assert len(set(counts)) == 1
 
 
 def _only_rank_0_lives(folder: str) -> None:

@@ -59,6 +59,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 __all__ = [
     "default_store",
     "flattened",
+    "is_fake",
     "forget_meshes",
     "new_group",
     "place_of_group",
@@ -109,12 +110,17 @@ def set_timeouts(mesh: DeviceMesh) -> None:
 
 def timeout_of(group: Any) -> timedelta | None:
     """Return how long operations of a group wait; None for fake groups and where the back end does not say."""
-    if dist.get_backend(group) == dist.Backend.FAKE:
+    if is_fake(group):
         return None
     try:
         return group._get_backend(group._device_types[0]).options._timeout
     except (AttributeError, RuntimeError):
         return None
+
+
+def is_fake(group: Any = None) -> bool:
+    """Return whether a group, by default that of the job, has one process that stands for all ranks."""
+    return dist.get_backend(group) == dist.Backend.FAKE
 
 
 def wait_for(works: Iterable[dist.Work], limit: timedelta | None) -> None:
