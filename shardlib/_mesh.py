@@ -20,10 +20,19 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardlib._again import is_again
 from shardlib._same_mesh import ranks_ask_for, tell_of
-from shardlib._store import meeting, store_of
+from shardlib._store import is_torchruns, meeting, store_of, store_of_attempt, warn_of_restarts
 from shardlib.errors import MeshError, nearest, short_traceback
 
-__all__ = ["AxisKind", "MeshShape", "default_device_type", "device_here", "mesh", "rank_groups", "register_axis"]
+__all__ = [
+    "AxisKind",
+    "MeshShape",
+    "default_device_type",
+    "device_here",
+    "join_torchrun",
+    "mesh",
+    "rank_groups",
+    "register_axis",
+]
 
 _DROPPED = 0.05  # seconds
 
@@ -473,14 +482,25 @@ def device_here(kind: str) -> torch.device:
 def _ensure_process_group(device_type: str, timeout: timedelta | None = None) -> None:
     _let_gloo_end()
     if dist.is_initialized():
+        warn_of_restarts()
         return
     if device_type != "cpu":
         torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
-    backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo" if device_type == "cpu" else None
+    backend = _backend_for(device_type)
     if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timeout, **_store(timeout))
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+
+
+def _backend_for(device_type: str) -> str | None:
+    return "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo" if device_type == "cpu" else None
+
+
+def join_torchrun(device_type: str, backend: str | None = None, timeout: timedelta | None = None) -> None:
+    """Join torchrun's ranks before another library does so, which would not keep its attempts apart."""
+    if is_torchruns() and not dist.is_initialized():
+        dist.init_process_group(backend or _backend_for(device_type), timeout=timeout, **_store(timeout))
 
 
 @cache
@@ -495,13 +515,15 @@ def _let_gloo_end() -> None:
 
 
 def _store(timeout: timedelta | None) -> dict[str, Any]:
-    """Return the arguments of a group that meets where the environment says; none where torchrun has the store."""
+    """Return the arguments of a group that meets where the environment says; none where that is left to torch."""
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     rank, world, host, port = (os.environ.get(name, "") for name in names)
-    if dist.is_torchelastic_launched() or not (host and world.isdigit() and port.isdigit() and rank.isdigit()):
+    left_to_torch = dist.is_torchelastic_launched() and not is_torchruns()
+    if left_to_torch or not (host and world.isdigit() and port.isdigit() and rank.isdigit()):
         return {}
     with meeting(host, int(port), int(rank), int(world)):
-        store = store_of(host, int(port), int(rank), int(world), timeout or default_pg_timeout)
+        made = store_of_attempt if is_torchruns() else store_of
+        store = made(host, int(port), int(rank), int(world), timeout or default_pg_timeout)
     return {"store": store, "rank": int(rank), "world_size": int(world)}
 
 

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import os
+import secrets
 import socket
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
-from shardlib.errors import LaunchError
+from shardlib.errors import LaunchError, warn
 
-__all__ = ["address", "listening_store", "meeting", "store_of"]
+__all__ = ["address", "is_torchruns", "listening_store", "meeting", "store_of", "store_of_attempt", "warn_of_restarts"]
+
+_POLL_INTERVAL = 0.01  # seconds
 
 
 @contextlib.contextmanager
@@ -47,6 +52,58 @@ def store_of(host: str, port: int, rank: int, world_size: int, timeout: timedelt
     if rank == 0:
         return listening_store(host, port, world_size, timeout=timeout, wait_for_workers=True)
     return dist.TCPStore(host, port, world_size, is_master=False, timeout=timeout)
+
+
+def is_torchruns() -> bool:
+    """Tell whether torchrun's agent keeps the store, and lets all attempts of the job share it."""
+    return dist.is_torchelastic_launched() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def store_of_attempt(host: str, port: int, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
+    """Return torchrun's store as this attempt alone sees it.
+
+    If a rank fails, torchrun starts all ranks again, and its store still has what they wrote before. Torch (2.13) keeps
+    no attempts apart: ranks read addresses of processes that have ended. TORCHELASTIC_RESTART_COUNT does not tell
+    attempts apart, since each machine counts failures of its own ranks. So rank 0 chooses a name for each attempt, and
+    answers the question of each other rank by it. A question is a random key, which no earlier attempt has answered.
+
+    Raises:
+        OSError: a rank did not ask rank 0 in time.
+        DistError: the store cannot be reached, or rank 0 did not answer in time.
+    """
+    whole = dist.TCPStore(host, port, world_size, is_master=False, timeout=timeout, wait_for_workers=False)
+    asking = dist.PrefixStore("shardlib/attempts", whole)
+    name = secrets.token_hex(8)
+    if rank == 0:
+        until = time.monotonic() + timeout.total_seconds()
+        for other in range(1, world_size):
+            while not asking.check([f"{name}/{other}"]):
+                if asking.check([f"asks/{other}"]):  # perhaps by an earlier attempt, and soon by this one
+                    asking.set(asking.get(f"asks/{other}").decode(), name)
+                if time.monotonic() > until:
+                    raise TimeoutError(f"rank {other} did not come within {timeout.total_seconds():g} seconds")
+                time.sleep(_POLL_INTERVAL)
+    else:
+        asking.set(f"asks/{rank}", name)
+        name = asking.get(name).decode()
+        asking.set(f"{name}/{rank}", "")
+    return dist.PrefixStore(f"shardlib/attempt/{name}", whole)
+
+
+def warn_of_restarts() -> None:
+    """Warn if the ranks have met in a way in which they cannot meet again after torchrun has restarted them."""
+    if not is_torchruns() or os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0" or dist.get_rank():
+        return
+    assert dist.group.WORLD is not None
+    store = dist.group.WORLD.get_group_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if any(key.startswith("default_pg/") for key in store.list_keys()):  # of init_process_group by the environment
+        warn(
+            "torchrun may restart the ranks of this job, and they may not meet again: they have met by "
+            "init_process_group, which keeps attempts in one store. Call shardlib.mesh(...) before, which joins the "
+            "ranks; or set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun --standalone."
+        )
 
 
 def listening_store(

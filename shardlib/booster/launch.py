@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
-from shardlib._store import address, meeting, store_of
+from shardlib._store import address, is_torchruns, meeting, store_of, store_of_attempt
 from shardlib.booster.config import Config
 from shardlib.errors import LaunchError, nearest
 
@@ -399,12 +399,13 @@ def _device(asked: Launched) -> torch.device:
 
 
 def _meet(asked: Launched, limit: timedelta | None) -> None:
-    # torchrun's agent listens there already; torch knows how to join it, also after a restart.
+    # Where torchrun chose the address, its agent listens there already, or torch lets rank 0 do so.
     at: dict[str, Any] = {"init_method": "env://"}
     with meeting(asked.host, asked.port, asked.rank, asked.world_size):
-        if not _is_the_agents(asked):
+        if is_torchruns() or not _is_the_agents(asked):
+            made = store_of_attempt if _is_the_agents(asked) else store_of
             waits = limit or default_pg_timeout
-            at = {"store": store_of(asked.host, asked.port, asked.rank, asked.world_size, waits)}
+            at = {"store": made(asked.host, asked.port, asked.rank, asked.world_size, waits)}
         dist.init_process_group(asked.backend, rank=asked.rank, world_size=asked.world_size, timeout=limit, **at)
 
 

@@ -15,12 +15,12 @@ import torch.distributed as dist
 from accelerate.data_loader import SeedableRandomSampler
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
-from accelerate.utils import DynamoBackend, TorchDynamoPlugin, recursively_apply
+from accelerate.utils import DynamoBackend, InitProcessGroupKwargs, TorchDynamoPlugin, recursively_apply
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import RandomSampler
 
-from shardlib._mesh import MeshLike, MeshShape, default_device_type
+from shardlib._mesh import MeshLike, MeshShape, default_device_type, join_torchrun
 from shardlib._mesh import mesh as make_mesh
 from shardlib._plan import Plan
 from shardlib.checkpoint import load, save
@@ -92,6 +92,7 @@ class Accelerator(accelerate.Accelerator):
         _refuse(options)
         kind = mesh.device_type if isinstance(mesh, DeviceMesh) else default_device_type()
         options["cpu"] = options.get("cpu", False) or kind == "cpu"
+        _join("cpu" if options["cpu"] else kind, options.get("kwargs_handlers") or ())
         super().__init__(**options)
         if self.mixed_precision == "fp16" and self.device.type == "cpu":  # where Accelerate trains in float32
             scale = self.scaler_handler.to_kwargs() if self.scaler_handler else {}
@@ -486,6 +487,14 @@ class _Several:
             )
         for index, one in enumerate(self.schedulers):
             one.load_state_dict(state[str(index)])
+
+
+def _join(kind: str, handlers: Sequence[Any]) -> None:
+    """Join torchrun's ranks as Accelerate would, unless told how to meet."""
+    given = [one.to_kwargs() for one in handlers if isinstance(one, InitProcessGroupKwargs)]
+    asked = given[0] if given else {}
+    if "init_method" not in asked:
+        join_torchrun(kind, **asked)
 
 
 def _is_prepared(value: Any) -> bool:

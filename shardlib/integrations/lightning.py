@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
-from shardlib._mesh import MeshLike, MeshShape
+from shardlib._mesh import MeshLike, MeshShape, join_torchrun
 from shardlib._mesh import mesh as make_mesh
 from shardlib.engine import LazyInitContext, OptimizerWrapper, full_state_dict, no_sync, plan_of, shard_model
 from shardlib.engine.apply import is_sharded
@@ -171,6 +171,7 @@ class ShardlibStrategy(DDPStrategy):
         )
 
     def setup_environment(self) -> None:
+        join_torchrun(self.root_device.type, self._process_group_backend, self._timeout)
         super().setup_environment()
         mesh = self._given_mesh if isinstance(self._given_mesh, DeviceMesh) else self.mesh_shape
         self._device_mesh = make_mesh(mesh, device_type=self.root_device.type)
