@@ -94,7 +94,8 @@ def _is_owner(name: str, module: nn.Module, names: Mapping[int, list[str]]) -> b
     """
     own = list(module.parameters(recurse=False))
     alone = any(len(names[id(param)]) == 1 for param in own)
-    called = type(module).forward is not nn.Module.forward
+    forward = getattr(module, "forward", None)  # of the object: a class of TorchScript has none
+    called = forward is not None and getattr(forward, "__func__", None) is not nn.Module.forward
     return name != "" and called and alone and len(own) == len(list(module.parameters()))
 
 

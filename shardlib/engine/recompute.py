@@ -23,7 +23,7 @@ __all__ = ["modules_to_recompute", "recompute"]
 
 
 def modules_to_recompute(model: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
-    """Return the names of the modules that patterns match, in the model's order.
+    """Return a name of each module that patterns match, in the model's order; a module may have several names.
 
     Raises:
         PlanError: a pattern matches no module.
@@ -31,7 +31,7 @@ def modules_to_recompute(model: nn.Module, patterns: Sequence[str]) -> tuple[str
     >>> modules_to_recompute(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), ["^0"])
     ('0',)
     """
-    names = [name for name, _ in model.named_modules() if name] if patterns else []
+    names = {name: one for name, one in model.named_modules(remove_duplicate=False) if name} if patterns else {}
     compiled = {text: compile_pattern(text) for text in patterns}
     for text, pattern in compiled.items():
         if not any(map(pattern.matches, names)):
@@ -39,7 +39,11 @@ def modules_to_recompute(model: nn.Module, patterns: Sequence[str]) -> tuple[str
                 f'checkpoint_activations("{text}"): the pattern matches none of the {len(names)} modules; patterns are '
                 f"written as in rules.{nearest(text, names)}"
             )
-    return tuple(name for name in names if any(pattern.matches(name) for pattern in compiled.values()))
+    found = {}
+    for name, module in names.items():
+        if any(pattern.matches(name) for pattern in compiled.values()):
+            found.setdefault(module, name)
+    return tuple(found.values())
 
 
 def recompute(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -9,9 +10,10 @@ import torch
 from torch import nn
 
 import shardlib as sl
+from shardlib.engine.recompute import modules_to_recompute
 from shardlib.errors import PlanError
 from shardlib.testing import assert_equivalent
-from shardlib.testing.models import Tokens, Transformer, rules_for
+from shardlib.testing.models import Numbers, Tokens, Transformer, rules_for
 from shardlib.testing.strategies import ModelFactory
 from shardlib.transforms import Transform, fsdp, replicate, zero
 
@@ -113,3 +115,45 @@ def test_a_pattern_without_a_module_is_refused(ranks):
     with pytest.raises(PlanError) as raised:
         sl.shard_model(Stack(), "dp=1", {"**": None}, transforms=(sl.checkpoint_activations("blocks.*.mpl"),))
     assert str(raised.value).startswith('checkpoint_activations("blocks.*.mpl"): the pattern matches none of the 17')
+
+
+class Link(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.following = nn.Linear(6, 6), None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.linear(x))
+
+
+class Chained(nn.Module):
+    """Blocks in a list, each of which also is an attribute of the one before: its first name is of that attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Link() for _ in range(3))
+        for block, following in pairwise(self.blocks):
+            block.following = following
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize("transform", [replicate(), zero(2), zero(3)], ids=repr)
+@pytest.mark.parametrize("pattern", ["units", "blocks.2", "^blocks.0.following.following"])
+def test_a_block_may_have_several_names(pattern: str, transform: Transform):
+    given: dict[str, Any] = {"mesh": "dp=2", "rules": {"**": None}, "steps": 2}
+    transforms = (sl.checkpoint_activations(pattern), transform)
+    assert_equivalent(ModelFactory(Chained), Numbers((8, 6)), transforms=transforms, **given)
+
+
+def test_a_block_of_several_names_is_recomputed_once():
+    patterns = ("blocks.*", "following")
+    assert modules_to_recompute(Chained(), patterns) == (
+        "blocks.0",
+        "blocks.0.following",
+        "blocks.0.following.following",
+    )

@@ -65,11 +65,14 @@ def refuse_plan(rank_plan: RankPlan) -> None:
 
 
 def refuse_modules(model: nn.Module, rank_plan: RankPlan) -> None:
-    """Refuse modules whose forward writes this data rank's part of the batch into their weights.
+    """Refuse modules whose forward writes this data rank's part of the batch into their weights, and modules of
+    TorchScript whose weights would be replaced.
 
     Raises:
-        ShardingError: an embedding has `max_norm`, and the mesh has several data ranks.
+        ShardingError: an embedding has `max_norm`, and the mesh has several data ranks; a module of TorchScript has
+            tensors that are stored in shards, or is in a region.
     """
+    _refuse_scripted(model, rank_plan)
     for name, module in model.named_modules() if rank_plan.data_axes else ():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
             raise ShardingError(
@@ -77,6 +80,25 @@ def refuse_modules(model: nn.Module, rank_plan: RankPlan) -> None:
                 "names, and each data rank has other examples, so that replicas diverge. Scale the rows after the "
                 "optimizer's step instead, and leave max_norm out; or use a mesh without data axes."
             )
+
+
+def _refuse_scripted(model: nn.Module, rank_plan: RankPlan) -> None:
+    for prefix, module in model.named_modules():
+        if not isinstance(module, torch.jit.ScriptModule):
+            continue
+        for name, tensor in module.state_dict(prefix=f"{prefix}." if prefix else "", keep_vars=True).items():
+            if rank_plan.is_stored_sharded(name) or rank_plan.mesh_for(name, tensor) is not None:
+                raise ShardingError(
+                    f'"{prefix}" is a module of TorchScript ({type(module).__name__}), which computes with tensors of '
+                    f'its own, and "{name}" would be {_as_placed(rank_plan, name)}. Shard the model before '
+                    "torch.jit.script or torch.jit.trace, or without it; or keep these tensors replicated: data axes "
+                    f'with zero(2) or a lower stage, or sl.zero(3) | sl.replicate("{prefix}").'
+                )
+
+
+def _as_placed(rank_plan: RankPlan, name: str) -> str:
+    row = rank_plan.rows.get(name)
+    return f'stored as "{row.stored}"' if row is not None and rank_plan.is_stored_sharded(name) else "a DTensor"
 
 
 def _refuse_phases_apart(rank_plan: RankPlan, row: Row) -> None:

@@ -81,10 +81,10 @@ def _install_borders(model: nn.Module, rank_plan: RankPlan, model_mesh: DeviceMe
 def _install_linears(model: nn.Module, rank_plan: RankPlan, model_mesh: DeviceMesh, undo: Undo) -> None:
     layouts_out = {b.module: b.layout for b in rank_plan.plan.borders if b.side == "output" and b.layout is not None}
     for name, module in model.named_modules():
-        weight = _torch.own_tensors(module)[0].get("weight")
-        if weight is None or linear_dims(module) is None or not inside(name, rank_plan.regions):
+        if linear_dims(module) is None or not inside(name, rank_plan.regions):
             continue
-        if rank_plan.is_global(f"{name}.weight".lstrip("."), weight):
+        weight = _torch.own_tensors(module)[0].get("weight")
+        if weight is not None and rank_plan.is_global(f"{name}.weight".lstrip("."), weight):
             layout = layouts_out.get(name)
             out = None if layout is None else borders.border_placements(rank_plan.on_model_axes(layout), model_mesh)
             undo.callback(compute_locally(module, out))
