@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import hashlib
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -78,7 +79,8 @@ class _Step:
         covers: those of them that it overwrites completely, or creates.
         made: the view of each result in new memory; None for results in existing memory.
         number: the number of random operations before it, if it is one; else None.
-        generator: the state of the generator, if it was set since the last random operation.
+        generator: the state of the generator, if it was set since the last random operation: a state, or the number of
+            random operations after which the tape was in it.
     """
 
     op: Any
@@ -88,7 +90,7 @@ class _Step:
     covers: frozenset[int]
     made: tuple[_View | None, ...]
     number: int | None
-    generator: torch.Tensor | None
+    generator: torch.Tensor | int | None
 
     def play(self, memory: dict[int, torch.UntypedStorage], nbytes: Sequence[int]) -> None:
         """Run the operation. Allocates memory that does not exist yet."""
@@ -118,6 +120,10 @@ class _Tape:
         self.steps: list[_Step] = []
         self._before = before
         self._begin = self._expected = torch.get_rng_state()
+        # Nothing is drawn while the tape records. So that the program may keep the generator's state and restore it,
+        # each random operation leaves a state of its own, which stands for the one that drawing would have left.
+        self._stands_for = {_digest(self._begin): 0}  # the number of random operations before that one
+        self._set_at_end: torch.Tensor | int | None = None
         self._exact = exact.is_exact()
         self._decided = False  # whether the program has read random values, and may have branched on them
         self._numbers: dict[int, int] = {}  # numbers of memories by the id of their storage
@@ -180,19 +186,40 @@ class _Tape:
         self.steps.append(step)
         if random:
             self._random.append(step)
+            self._leave_state()
 
-    def _state_if_set(self) -> torch.Tensor | None:
-        """Return the generator's state, if it was set since the last check."""
+    def _leave_state(self) -> None:
+        """Put the generator into a state that stands for the one after all random operations so far."""
+        with _torch.no_modes():
+            seed = int.from_bytes(_digest(self._begin), "little") + len(self._random)
+            self._expected = torch.Generator().manual_seed(seed % 2**63).get_state()
+            torch.set_rng_state(self._expected)
+        self._stands_for[_digest(self._expected)] = len(self._random)
+
+    def _state_if_set(self) -> torch.Tensor | int | None:
+        """Return the generator's state, or what it stands for, if it was set since the last random operation."""
         with _torch.no_modes():
             now = torch.get_rng_state()
-            if torch.equal(now, self._expected):
-                return None
-        self._expected = now
-        return now
+            return None if torch.equal(now, self._expected) else self._stands_for.get(_digest(now), now)
+
+    def _give_state(self, generator: torch.Generator) -> None:
+        """Give a generator the state that its own stands for, if the program took it from the default generator."""
+        with _torch.no_modes():
+            at = self._stands_for.get(_digest(generator.get_state()))
+        if at is not None:
+            generator.set_state(self._drawn_until(at))
+
+    def stop(self) -> None:
+        """Note the state in which the program leaves the generator."""
+        self._set_at_end = self._state_if_set()
 
     def run(self, op: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation on tensors without values, or on their values if it needs them; record it."""
-        if any(isinstance(leaf, torch.Generator) for leaf in pytree.tree_leaves((args, kwargs))):
+        args, kwargs = pytree.tree_map_only(torch.Generator, _unless_default, (args, kwargs))
+        generators = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Generator)]
+        if generators:
+            for one in generators:
+                self._give_state(one)
             # At once, since the state of that generator may be different later.
             return self._run_on_values(op, args, kwargs)
         try:
@@ -296,11 +323,17 @@ class _Tape:
 
     def _draw(self, step: _Step, memory: dict[int, torch.UntypedStorage]) -> None:
         assert step.number is not None
-        begin = self._drawn[step.number - 1] if step.number else self._start()
-        torch.set_rng_state(begin if step.generator is None else step.generator)
+        torch.set_rng_state(self._state(step.number if step.generator is None else step.generator))
         step.play(memory, self._nbytes)
         if len(self._drawn) == step.number:
             self._drawn.append(torch.get_rng_state())
+
+    def _state(self, at: torch.Tensor | int) -> torch.Tensor:
+        """Return the generator's state after a number of random steps, which have been drawn; a state is returned as it
+        is."""
+        if isinstance(at, torch.Tensor):
+            return at
+        return self._drawn[at - 1] if at else self._start()
 
     def _start(self) -> torch.Tensor:
         """Return the generator's state before the first random step."""
@@ -309,11 +342,14 @@ class _Tape:
         return self._begin
 
     def end(self) -> torch.Tensor:
-        """Return the generator's state after the last random step."""
+        """Return the state in which drawing at once would have left the generator."""
+        return self._drawn_until(len(self._random) if self._set_at_end is None else self._set_at_end)
+
+    def _drawn_until(self, at: torch.Tensor | int) -> torch.Tensor:
         with self._drawing():
-            while len(self._drawn) < len(self._random):
+            while isinstance(at, int) and len(self._drawn) < at:
                 self._draw(self._random[len(self._drawn)], {})
-            return self._drawn[-1] if self._drawn else self._start()
+            return self._state(at)
 
     @contextmanager
     def _drawing(self) -> Iterator[None]:
@@ -334,6 +370,15 @@ class _Tape:
                     yield
             finally:
                 torch.set_rng_state(before)
+
+
+def _unless_default(generator: torch.Generator) -> torch.Generator | None:
+    return None if generator is torch.default_generator else generator
+
+
+def _digest(state: torch.Tensor) -> bytes:
+    with _torch.no_modes():
+        return hashlib.blake2b(state.numpy().tobytes(), digest_size=8).digest()
 
 
 def _on_cpu(op: Any, kwargs: Mapping[str, Any], result: Any) -> dict[str, Any]:
@@ -540,6 +585,7 @@ class LazyInitContext:
                 empty = torch.empty_strided(view.size, view.stride, dtype=view.dtype, device="meta")
                 after = _replace(tensor, empty, holders)
                 _keep(after, _Recorded(self._tape, view, after._version, self.default_device))
+        self._tape.stop()
         torch.rand(())  # lets a later block detect that the generator was seeded again
         _last[:] = [(self._tape, torch.get_rng_state())]
 

@@ -6,7 +6,7 @@ import copy
 import gc
 import io
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -153,6 +153,60 @@ def test_a_seed_set_inside_counts():
     torch.manual_seed(1)
     got = sl.LazyInitContext.materialize(_lazily(make)).state_dict()
     assert all(torch.equal(got[key], want[key]) for key in want)
+
+
+def _forked() -> Iterator[nn.Module]:
+    yield nn.Linear(3, 3)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        yield nn.Linear(3, 3)
+    yield nn.Linear(3, 3)
+
+
+def _restored() -> Iterator[nn.Module]:
+    yield nn.Linear(3, 3)
+    state = torch.get_rng_state()
+    torch.rand(100)  # of no model
+    yield nn.Linear(2, 2)
+    torch.set_rng_state(state)
+    yield nn.Linear(2, 2)
+    torch.set_rng_state(state)  # another block goes on from here
+
+
+def _seeded_alike() -> Iterator[nn.Module]:
+    for _ in range(2):
+        torch.manual_seed(1)  # also the seed outside
+        yield nn.Linear(3, 3)
+
+
+def _read_in_a_fork() -> Iterator[nn.Module]:
+    first = nn.Linear(3, 3)
+    yield first
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(2)
+        nn.init.trunc_normal_(first.weight, std=3.0)
+        yield nn.Linear(2, 2) if first.weight[0, 0] > 0 else nn.Linear(5, 5)
+    yield nn.Linear(3, 3)
+
+
+def _own_generator() -> Iterator[nn.Module]:
+    first = nn.Linear(3, 3)
+    yield first
+    generator = torch.Generator()
+    generator.set_state(torch.get_rng_state())
+    nn.init.normal_(first.weight, generator=generator)
+    nn.init.normal_(first.bias, generator=torch.default_generator)
+    yield nn.Linear(3, 3)
+
+
+@pytest.mark.parametrize("build", [_forked, _restored, _seeded_alike, _read_in_a_fork, _own_generator])
+def test_states_of_the_generator_that_are_kept_and_restored_count(build: Callable[[], Iterator[nn.Module]]):
+    torch.manual_seed(1)
+    at_once = [*build(), *build()]
+    torch.manual_seed(1)
+    later = [*_lazily(lambda: nn.ModuleList(build())), *_lazily(lambda: nn.ModuleList(build()))]
+    for module, reference in zip(later, at_once, strict=True):
+        _equal(sl.LazyInitContext.materialize(module), reference)
 
 
 def _alive() -> list[torch.Tensor]:
