@@ -22,11 +22,14 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
+from shardlib.engine.undo import Undo
 from shardlib.errors import CheckpointError
 
-__all__ = ["Found", "find", "read_later", "source_of"]
+__all__ = ["Found", "find", "generate_together", "read_later", "source_of"]
 
 Shape = tuple[int, ...]
+# transformers sets this attribute on models that its own FSDP shards. `generate` reads it.
+_FORWARD_COMMUNICATES = "_is_fsdp_managed_module"
 _Converter = tuple[Any, bool, int | None]  # with what `_dims` returns
 
 
@@ -43,6 +46,18 @@ class Found:
     shape: Shape
     parts: tuple[tuple[str, Shape], ...]
     stacked: bool = False
+
+
+def generate_together(model: nn.Module, undo: Undo) -> None:
+    """Let `generate` of transformers go on on each rank until all ranks have ended, as `synced_gpus=True` does.
+
+    It is for models whose forward waits for other data ranks: a rank that ends earlier would leave them waiting.
+    """
+    mixin = getattr(sys.modules.get("transformers.generation.utils"), "GenerationMixin", None)
+    for module in model.modules() if mixin is not None else ():
+        if isinstance(module, mixin) and not hasattr(module, _FORWARD_COMMUNICATES):
+            setattr(module, _FORWARD_COMMUNICATES, True)
+            undo.callback(delattr, module, _FORWARD_COMMUNICATES)
 
 
 def find(model: nn.Module | None, shapes: Mapping[str, Shape]) -> dict[str, Found]:

@@ -295,20 +295,8 @@ class Trainer(ShardedTrainerMixin, transformers.Trainer):
 class Seq2SeqTrainer(ShardedTrainerMixin, transformers.Seq2SeqTrainer):
     """`transformers.Seq2SeqTrainer` on a sharded model: its arguments, and `sharding="dp=2,tp=2 | zero(2)"`.
 
-    See `ShardedTrainerMixin`. Data ranks that generate go on until all have ended.
+    See `ShardedTrainerMixin`.
     """
-
-    def evaluate(self, *args: Any, **options: Any) -> dict[str, float]:
-        """Evaluate as `transformers.Seq2SeqTrainer` does."""
-        return super().evaluate(*args, **self._together(options))  # type: ignore[no-any-return]
-
-    def predict(self, *args: Any, **options: Any) -> Any:
-        """Predict as `transformers.Seq2SeqTrainer` does."""
-        return super().predict(*args, **self._together(options))
-
-    def _together(self, options: dict[str, Any]) -> dict[str, Any]:
-        several = self.args.predict_with_generate and self.accelerator.num_processes > 1
-        return {"synced_gpus": True, **options} if several else options
 
 
 def _refuse(args: Any, model: Any) -> None:

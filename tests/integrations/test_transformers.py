@@ -16,7 +16,18 @@ from shardlib.testing import shared_pool
 from tests.families.params import params
 from tests.families.transformer_models import build, transformers
 from tests.integrations.accelerated import DEEP_RESUMED, RESUMED, model_for, reset
-from tests.integrations.trained import OVERFLOWS, Ran, adapters, arguments, fine_tunes, generates, peft, run
+from tests.integrations.trained import (
+    OVERFLOWS,
+    Ran,
+    adapters,
+    arguments,
+    fine_tunes,
+    generates,
+    generates_on_ranks,
+    generates_until,
+    peft,
+    run,
+)
 
 from shardlib.integrations.transformers import Sharding, Trainer, _load_weights  # isort: skip  # after torchvision
 
@@ -181,6 +192,23 @@ def test_a_seq2seq_trainer_generates_as_in_one_process(tmp_path: Path, way: str)
     exact, loss = generates(None, str(tmp_path / "alone"))
     for found, last in shared_pool(world).run(generates, sharding, str(tmp_path / "run")):
         assert found.tolist() == exact.tolist() and last == pytest.approx(loss, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("model_class", "sharding", "options"),
+    [
+        ("LlamaForCausalLM", "dp=2 | zero(3)", {}),
+        ("LlamaForCausalLM", "dp=2 | fsdp()", {"num_beams": 2}),
+        ("MixtralForCausalLM", "ep=2", {}),
+        ("LlamaForCausalLM", "dp=2 | zero(2)", {}),
+    ],
+)
+def test_data_ranks_may_generate_texts_of_different_lengths(model_class: str, sharding: str, options: dict[str, Any]):
+    """And train afterwards: no rank goes on to its next forward while another one generates."""
+    exact = [generates_until(length, model_class, None, options) for length in (6, 11)]
+    found = shared_pool(2).run(generates_on_ranks, (6, 11), model_class, sharding, options, timeout=120)
+    for (text, loss), (exact_text, exact_loss) in zip(found, exact, strict=True):
+        assert text == exact_text and loss == pytest.approx(exact_loss, rel=1e-10)
 
 
 @pytest.mark.parametrize("way", params([way for way in WAYS if way != "ep x tp"], deep=["ep x tp"]))

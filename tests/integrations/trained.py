@@ -203,6 +203,30 @@ def generates(sharding: str | None, folder: str) -> tuple[Any, float]:
     return found, loss
 
 
+def generates_until(length: int, model_class: str, sharding: str | None, options: dict[str, Any]) -> tuple[Any, float]:
+    """Generate a text of a length, then train a step on a batch; return the text, and the loss."""
+    torch.manual_seed(0)
+    model = build_model(model_class).double()
+    if sharding is not None:
+        mesh, _, transforms = sharding.partition("|")
+        rules = None if "ep" in mesh else {"**": None}
+        sl.shard_model(model, mesh.strip(), rules, transforms=sl.transforms.parse(transforms) if transforms else ())
+
+    def ends(ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        return torch.full((len(ids),), ids.shape[1] >= length)
+
+    prompt = torch.arange(3, 7)[None]
+    until = transformers.StoppingCriteriaList([ends])
+    text = model.generate(prompt, max_new_tokens=12, do_sample=False, stopping_criteria=until, **options)
+    loss = model(prompt, labels=prompt).loss
+    loss.backward()
+    return text.tolist(), loss.item()
+
+
+def generates_on_ranks(lengths: tuple[int, int], *args: Any) -> tuple[Any, float]:
+    return generates_until(lengths[torch.distributed.get_rank()], *args)
+
+
 def fine_tunes(sharding: str | None, folder: str) -> Ran:
     """Fine-tune a small GPT-2 by TRL's SFTTrainer, on rows of unequal lengths."""
     import datasets

@@ -38,6 +38,7 @@ from shardlib.engine.lost import naming_lost_ranks
 from shardlib.engine.params import local_of
 from shardlib.engine.pipeline import weigh
 from shardlib.engine.pipeline.record import install_pipeline
+from shardlib.engine.pretrained import generate_together
 from shardlib.engine.randomness import agree_on_random_state, share_random_state
 from shardlib.engine.recompute import modules_to_recompute
 from shardlib.engine.sharded import Sharded, is_sharded, keep, record_of
@@ -262,6 +263,8 @@ def apply_plan(
             route=None if pipeline is None else pipeline.route,
             check=bool(check),
         )
+        if rank_plan.meets_in_modules:
+            generate_together(model, installed)
         if check and is_first and not exact_random:
             agree_on_random_state(rank_plan.group(rank_plan.model_axes), rank_plan.random_stream)
         record = Sharded(
