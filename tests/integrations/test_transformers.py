@@ -232,6 +232,30 @@ def test_other_arguments_mean_what_they_mean_in_one_process(tmp_path: Path, way:
                 torch.testing.assert_close(log[name], exact_log[name], rtol=near, atol=near, equal_nan=True)
 
 
+@pytest.mark.parametrize(
+    ("trainer", "reference", "sharding"),
+    [
+        ("SFTTrainer", None, "dp=2 | zero(3)"),
+        pytest.param("DPOTrainer", None, "dp=2 | zero(3)", marks=pytest.mark.deep),
+        # Its estimate of the divergence pairs the rows of a rank's own batch.
+        pytest.param("KTOTrainer", "dp=2", "dp=2 | zero(3)", marks=pytest.mark.deep),
+        *(pytest.param("SFTTrainer", None, way, marks=pytest.mark.deep) for way in ("dp=2", "tp=2", "dp=2 | fsdp()")),
+    ],
+)
+def test_trls_trainers_train_an_output_layer_whose_weight_their_loss_reads(
+    tmp_path: Path, trainer: str, reference: str | None, sharding: str
+):
+    """They give `lm_head.weight` to an autograd function and do not call the layer. Their loss is float32."""
+    given = trainer, "LlamaForCausalLM"
+    if reference is None:
+        exact = fine_tunes(None, str(tmp_path / "alone"), *given)
+    else:
+        exact = shared_pool(2).run(fine_tunes, reference, str(tmp_path / "replicated"), *given)[0]
+    for ran in shared_pool(2).run(fine_tunes, sharding, str(tmp_path / "run"), *given):
+        torch.testing.assert_close(ran.weights, exact.weights, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(ran.logs, exact.logs, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.deep
 @pytest.mark.parametrize("way", [way for way in WAYS if "ep" not in way])
 def test_trls_sfttrainer_fine_tunes_as_in_one_process(tmp_path: Path, way: str):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -227,22 +228,33 @@ def generates_on_ranks(lengths: tuple[int, int], *args: Any) -> tuple[Any, float
     return generates_until(lengths[torch.distributed.get_rank()], *args)
 
 
-def fine_tunes(sharding: str | None, folder: str) -> Ran:
-    """Fine-tune a small GPT-2 by TRL's SFTTrainer, on rows of unequal lengths."""
+def fine_tunes(
+    sharding: str | None, folder: str, trainer: str = "SFTTrainer", model_class: str = "GPT2LMHeadModel"
+) -> Ran:
+    """Tune a small model by a trainer of TRL, on rows of unequal lengths."""
     import datasets
     import trl
-    from tokenizers import Tokenizer, models
+    from tokenizers import Tokenizer, models, pre_tokenizers
 
     reset()
-    kind, more = trainer_class(trl.SFTTrainer, sharding)
+    host, configure = getattr(trl, trainer), getattr(trl, trainer.replace("Trainer", "Config"))
+    kind, more = trainer_class(host, sharding)
     torch.manual_seed(0)
-    model = build("GPT2LMHeadModel").double()
-    words = models.WordLevel({str(number): number for number in range(67)}, unk_token="0")
+    model = build(model_class).double()
+    words = Tokenizer(models.WordLevel({str(number): number for number in range(67)}, unk_token="0"))
+    model.config.pad_token_id = 0
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(words), pad_token="0", eos_token="2", unk_token="0"
+        tokenizer_object=words, pad_token="0", eos_token="2", unk_token="0"
     )
-    rows = [{"input_ids": row["input_ids"][: 3 + number % 7].tolist()} for number, row in enumerate(examples())]
-    args = trl.SFTConfig(
+    texts = [row["input_ids"][: 3 + number % 7].tolist() for number, row in enumerate(examples())]
+    options: dict[str, Any] = {"max_length": 10}
+    if trainer == "SFTTrainer":
+        rows = [{"input_ids": text} for text in texts]
+        options["dataset_kwargs"] = {"skip_prepare_dataset": True}
+    else:
+        rows = [_preference(trainer, number, text) for number, text in enumerate(texts)]
+    args = configure(
         folder,
         use_cpu=True,
         bf16=False,
@@ -256,15 +268,24 @@ def fine_tunes(sharding: str | None, folder: str) -> Ran:
         gradient_accumulation_steps=3,
         num_train_epochs=2,
         save_strategy="epoch",
-        max_length=10,
-        dataset_kwargs={"skip_prepare_dataset": True},
+        **options,
     )
     data = datasets.Dataset.from_list(rows)
-    trainer = kind(model, args=args, train_dataset=data, processing_class=tokenizer, **more)
-    trainer.train()
-    keep = "loss", "grad_norm", "learning_rate", "entropy", "mean_token_accuracy", "num_tokens"
-    done = Ran([{name: entry[name] for name in keep} for entry in trainer.state.log_history if "loss" in entry])
-    state = trainer.accelerator.get_state_dict(trainer.model)
+    if trainer in ("DPOTrainer", "KTOTrainer"):
+        more["ref_model"] = copy.deepcopy(model)
+    tuning = kind(model, args=args, train_dataset=data, processing_class=tokenizer, **more)
+    tuning.train()
+    measured = [entry for entry in tuning.state.log_history if "loss" in entry]
+    done = Ran([{name: entry[name] for name in entry if "runtime" not in name} for entry in measured])
+    state = tuning.accelerator.get_state_dict(tuning.model)
     done.weights = {name: value.detach().clone() for name, value in state.items()}
     reset()
     return done
+
+
+def _preference(trainer: str, number: int, text: list[int]) -> dict[str, Any]:
+    """A prompt with two answers, of which one is better, or with one that is good or bad."""
+    prompt, good, bad = (" ".join(map(str, part)) for part in (text[:2], text[2:], [*text[2:], 5, number % 60 + 3]))
+    if trainer == "KTOTrainer":
+        return {"prompt": prompt, "completion": f" {good if number % 2 else bad}", "label": bool(number % 2)}
+    return {"prompt": prompt, "chosen": f" {good}", "rejected": f" {bad}"}
