@@ -335,6 +335,57 @@ def fit(trainer: Trainer, model: Any = None) -> Any:
     return model
 
 
+class Gan(LightningModule):
+    """A generator and a critic that take turns, as in Lightning's own example: each is called by itself, and the other
+    one is frozen meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.generator = nn.Sequential(nn.Linear(4, 12), nn.GELU(), nn.Linear(12, 4))
+        self.critic = nn.Sequential(nn.Linear(4, 12), nn.GELU(), nn.Linear(12, 1))
+
+    def training_step(self, batch: Any, index: int) -> None:
+        real, noise = batch
+        of_generator, of_critic = self.optimizers()
+        self.toggle_optimizer(of_generator)
+        self._step(of_generator, F.softplus(-self.critic(self.generator(noise))).mean())
+        self.untoggle_optimizer(of_generator)
+        self.toggle_optimizer(of_critic)
+        made = self.generator(noise).detach()
+        self._step(of_critic, (F.softplus(-self.critic(real)) + F.softplus(self.critic(made))).mean())
+        self.untoggle_optimizer(of_critic)
+
+    def _step(self, optimizer: Any, loss: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.Adam(part.parameters(), lr=1e-2, eps=1e-4) for part in (self.generator, self.critic)]
+
+
+GAN_RULES = {"generator.0": "colwise", "generator.2": "rowwise", "critic.0": "colwise", "critic.2": "rowwise"}
+
+
+def adversaries(mesh: str | None, transforms: Any = ()) -> dict[str, torch.Tensor]:
+    """Train a GAN by a sharding, or on one process without shardlib, and return its weights."""
+    torch.manual_seed(0)
+    model, shares, options = Gan().double(), 1, dict[str, Any](devices=1)
+    if mesh is None:
+        os.environ.pop("TORCHELASTIC_RUN_ID", None)
+    else:
+        os.environ["TORCHELASTIC_RUN_ID"] = "torchrun"
+        shape = sl.MeshShape(mesh)
+        shares = shape.data_ranks
+        strategy = ShardlibStrategy(mesh, GAN_RULES if shape.model_axes else None, transforms=transforms)
+        options = {"devices": shape.world_size, "strategy": strategy}
+    with quietly():
+        made = Trainer(accelerator="cpu", max_epochs=1, precision="64-true", barebones=True, **options)
+        made.fit(model, loader(3 * ROWS, ROWS // shares, torch.float64, as_shuffled=mesh is None))
+    return {name: value.clone() for name, value in sl.full_state_dict(model).items()}
+
+
 class Language(LightningModule):
     """A model of transformers, for which there is a layout file; its embedding is tied to its head."""
 

@@ -19,6 +19,7 @@ from tests.integrations.lightning_training import (
     MIXTURES,
     Lit,
     Trained,
+    adversaries,
     alone,
     fit,
     grid,
@@ -60,6 +61,23 @@ def assert_all_equal(everywhere: list[dict[str, dict[str, Trained]]], exact: dic
 
 def resumed(folder: str, kind: str | None, path: str) -> Trained:
     return trained("plain", folder, kind, resume=path, max_epochs=2)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "transforms"),
+    [
+        ("dp=2", ()),
+        ("dp=2", "zero(1)"),
+        ("dp=2", "zero(2)"),
+        ("dp=2", "zero(3)"),
+        ("tp=2", ()),
+        pytest.param("dp=2,tp=2", "zero(3)", marks=pytest.mark.deep),
+    ],
+)
+def test_adversaries_that_take_turns_have_the_weights_of_one_process(ranks, mesh: str, transforms: Any):
+    (exact,) = ranks(1).run(adversaries, None)
+    for weights in ranks(sl.MeshShape(mesh).world_size).run(adversaries, mesh, transforms):
+        torch.testing.assert_close(weights, exact, **TOLERANCE)
 
 
 def test_each_kind_of_sharding_has_the_numbers_of_one_process(ranks, tmp_path):
