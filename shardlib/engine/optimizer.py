@@ -69,6 +69,10 @@ FUSED_DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 FUSED_SGD_DTYPES = {torch.float32, torch.float64}
 _STEP = torch.zeros((), dtype=torch.float32)  # the kind of step counter of the fused kernels
 
+_STEP_HAS_NO_GRAPH = (
+    "is updated in shards, which replace the parameters during each step, and a graph cannot follow that"
+)
+
 _replaced: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter that sharding has replaced in its model -> its name
 
 
@@ -139,6 +143,8 @@ def _inspect(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: di
     """Inspect an optimizer that begins to step; the first hook of every step in this process."""
     if isinstance(optimizer, _StandIn):
         return
+    if torch.compiler.is_compiling():
+        torch.compiler.disable(_refuse_compiled, reason=_STEP_HAS_NO_GRAPH)(optimizer)
     params = [p for group in optimizer.param_groups for p in group["params"]]
     found = records_of(params)
     records = [record for record in found if record.looks_after_steps]
@@ -147,6 +153,7 @@ def _inspect(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: di
         unknown = [p for p in params if id(p) not in known]
         _refuse_replaced(unknown, len(params))
         _refuse_incomplete_step(records, params)
+        _refuse_dense_gradients(optimizer, [known[id(p)] for p in params if id(p) in known])
         if records and not _torch.is_hooked(optimizer, _before_step):
             _warn_of_unknown(unknown, records, len(params))
         for record in records:
@@ -212,6 +219,31 @@ def _after_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs:
     torch.autograd.graph.increment_version([param for param in step.params if param.grad is not None])
     for updates in step.updates:
         updates.begin(step.params)
+
+
+def _refuse_compiled(optimizer: torch.optim.Optimizer) -> None:
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    known = param_states_of(records_of(params))
+    found = [one for p in params if (one := known.get(id(p))) is not None]
+    for one in found:
+        if isinstance(one.param, DTensor) or one.has_sharded_state:
+            raise ShardingError(
+                f'torch.compile was given the step of {type(optimizer).__name__}, and "{one.name}" '
+                f"{_STEP_HAS_NO_GRAPH}. Call optimizer.step() itself; torch's fused and foreach kernels update many tensors in a call."
+            )
+
+
+def _refuse_dense_gradients(optimizer: torch.optim.Optimizer, param_states: list[ParamState]) -> None:
+    """Refuse an optimizer that takes sparse gradients alone, where a gradient was reduced."""
+    if not isinstance(optimizer, torch.optim.SparseAdam):
+        return
+    for one in param_states:
+        if one.param.grad is not None and not one.param.grad.is_sparse:
+            raise ShardingError(
+                f'SparseAdam takes sparse gradients alone, and that of "{one.name}" is dense: shardlib reduces '
+                "gradients as dense tensors, also those of nn.Embedding(sparse=True). Step on it with "
+                "torch.optim.Adam, SGD or Adagrad."
+            )
 
 
 def _refuse_replaced(unknown: list[torch.Tensor], count: int) -> None:

@@ -446,8 +446,10 @@ class _Draft:
     def replicate_the_rest(self) -> None:
         """Add one rule for each kind of parameter without one: by module where its dims are known, else by name."""
         rest: dict[str, Chained] = {}
+        covered = {leaf.name for leaf in self.index.leaves if any(self._covered(name) for name in leaf.names)}
+        taken = {form for name in covered for form in _forms(name)}
         for leaf in self.index.leaves:
-            if leaf.kind == "buffer" or any(self._covered(name) for name in leaf.names):
+            if leaf.kind == "buffer" or leaf.name in covered or any(self._covered(name) for name in leaf.names):
                 continue
             module_name, module, _ = self.index.owner(leaf.name)
             if isinstance(module, nn.MultiheadAttention):
@@ -457,7 +459,8 @@ class _Draft:
                 rest[module_name] = "replicate", ""
             else:
                 replicate = self.set if leaf.tensor.ndim < 2 else self.guess
-                replicate(_folded(leaf.name), "replicate", "" if leaf.tensor.ndim < 2 else "not recognised")
+                form = next((form for form in _forms(leaf.name) if form not in taken), leaf.name)
+                replicate(form, "replicate", "" if leaf.tensor.ndim < 2 else "not recognised")
         self._set_each(rest)
 
     def _covered(self, name: str) -> bool:
@@ -467,6 +470,8 @@ class _Draft:
         used = " ".join((*self.entries.values(), *self.activations.values()))
         # Heads and channels that do not divide over a mesh are replicated on it, and the plan notes it.
         axes = {"heads": "tp?", "kv_heads": "tp?", "ff": "tp", "vocab": "tp", "channel": "tp?", "groups": "tp?"}
+        if "(gate_up ff)" in used:  # of a fused dim, factors have to divide
+            axes["ff"] = "tp?"
         found = dict.fromkeys(re.findall(rf"\b(?:{'|'.join(axes)})\d*\b", used))
         model = type(self.index.model)
         keys = {name: self._key(name) for name in (*self.entries, *self.activations)}

@@ -536,3 +536,35 @@ def test_an_axis_that_the_mesh_does_not_have(ask: Callable[..., Any]):
     assert _message(MeshError, lambda: ask(sl.MeshShape("dp=2,tp=2"), ("data",))) == (
         'Mesh "dp=2,tp=2" has no axis "data"; it has "dp", "tp".'
     )
+
+
+def _sparse(mesh: str, transforms: Any) -> str:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(10, 4, sparse=True))
+    sl.shard_model(model, mesh, {"0": "rowwise"} if "tp" in mesh else {"**": None}, transforms=transforms)
+    model(torch.tensor([1, 2])).sum().backward()
+    return _message(ShardingError, torch.optim.SparseAdam(model.parameters()).step)
+
+
+@pytest.mark.parametrize(("mesh", "transforms"), [("dp=2", ()), ("dp=2", sl.zero(3)), ("tp=2", ())])
+def test_an_optimizer_of_sparse_gradients(ranks, mesh: str, transforms: Any):
+    assert set(ranks(2).run(_sparse, mesh, transforms)) == {
+        'SparseAdam takes sparse gradients alone, and that of "0.weight" is dense: shardlib reduces gradients as dense '
+        "tensors, also those of nn.Embedding(sparse=True). Step on it with torch.optim.Adam, SGD or Adagrad."
+    }
+
+
+def _compiled_step(mesh: str, transforms: Any) -> str:
+    model = sl.shard_model(_mlp(), mesh, RULES if "tp" in mesh else {"**": None}, transforms=transforms)
+    model(torch.ones(4, 6, dtype=torch.float64)).sum().backward()
+    return _message(ShardingError, torch.compile(torch.optim.SGD(model.parameters()).step, backend="eager"))
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize(("mesh", "transforms"), [("tp=2", ()), ("dp=2", sl.zero(1)), ("dp=2", sl.zero(3))])
+def test_a_compiled_step_of_shards(ranks, mesh: str, transforms: Any):
+    assert set(ranks(2).run(_compiled_step, mesh, transforms, timeout=120)) == {
+        'torch.compile was given the step of SGD, and "scale" is updated in shards, which replace the parameters '
+        "during each step, and a graph cannot follow that. Call optimizer.step() itself; torch's fused and foreach "
+        "kernels update many tensors in a call."
+    }

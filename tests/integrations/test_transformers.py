@@ -11,7 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from shardlib.errors import CheckpointError, MeshError, PlanError
+import shardlib as sl
+from shardlib.errors import CheckpointError, MeshError, PlanError, ShardingError
 from shardlib.testing import shared_pool
 from tests.families.params import params
 from tests.families.transformer_models import build, transformers
@@ -254,6 +255,22 @@ def test_trls_trainers_train_an_output_layer_whose_weight_their_loss_reads(
     for ran in shared_pool(2).run(fine_tunes, sharding, str(tmp_path / "run"), *given):
         torch.testing.assert_close(ran.weights, exact.weights, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(ran.logs, exact.logs, rtol=1e-4, atol=1e-5)
+
+
+def _adapted_after_sharding() -> str:
+    model = build("LlamaForCausalLM")
+    sl.shard_model(model, "tp=2")
+    with pytest.raises(ShardingError) as raised:
+        peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["down_proj"]))
+    return str(raised.value)
+
+
+def test_peft_comes_before_sharding():
+    assert set(shared_pool(2).run(_adapted_after_sharding)) == {
+        'peft adds an adapter around "down_proj.base_layer.weight", of which this rank has a shard, and '
+        "LlamaMLP.down_proj is part of a model that shard_model has sharded: the adapter would have the sizes of the "
+        "shard. Call peft.get_peft_model before shard_model; the adapter then is split as its layer is."
+    }
 
 
 @pytest.mark.deep

@@ -1,11 +1,16 @@
-"""Parameters that are added to a sharded model: no rule lays them out, and no reducer averages their gradients."""
+"""Parameters that are added to a sharded model: no rule lays them out, and no reducer averages their gradients.
+
+peft gives an adapter the sizes of a layer's local weight, which are those of a shard where the layer is split.
+"""
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from weakref import WeakKeyDictionary
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from shardlib.engine import _torch
@@ -19,11 +24,12 @@ _hooks: list[RemovableHandle] = []
 
 
 def refuse_additions(model: nn.Module, record: Sharded) -> None:
-    """Let `module.name = value` raise for a new parameter that trains, where ranks have to agree on its gradient.
+    """Let `module.name = value` raise for a new parameter that trains, where ranks have to agree on its gradient, and
+    for an adapter of peft around a layer that is split.
 
-    Without data ranks and stages each rank trains the parameter as one device would.
+    Otherwise, without data ranks and stages, each rank trains the parameter as one device would.
     """
-    if record.plan.mesh.data_ranks == 1 and record.pipeline is None:
+    if record.plan.mesh.world_size == 1:
         return
     _records.update(dict.fromkeys(model.modules(), weakref.ref(record)))
     for hook in _hooks:  # registered anew: a caller may have cleared all hooks of modules
@@ -36,8 +42,12 @@ def _check(module: nn.Module, name: str, new: nn.Parameter | nn.Module | None) -
     if new is None or record is None:
         return
     where = f"{type(module).__name__}.{name} is part of a model that shard_model has sharded"
-    params = new.named_parameters(name) if isinstance(new, nn.Module) else [(name, new)]
-    for key, param in params:
+    params = dict(new.named_parameters(name)) if isinstance(new, nn.Module) else {name: new}
+    alone = record.plan.mesh.data_ranks == 1 and record.pipeline is None
+    if alone:
+        _refuse_adapter(new, params, where)
+        return
+    for key, param in params.items():
         if not param.requires_grad:
             continue
         if id(param) not in record.param_states:
@@ -53,3 +63,15 @@ def _check(module: nn.Module, name: str, new: nn.Parameter | nn.Module | None) -
             )
     if isinstance(new, nn.Module):
         _records.update(dict.fromkeys(new.modules(), weakref.ref(record)))
+
+
+def _refuse_adapter(new: nn.Module | nn.Parameter, params: Mapping[str, nn.Parameter], where: str) -> None:
+    split = [
+        key for key, param in params.items() if isinstance(param, DTensor) and param.to_local().shape != param.shape
+    ]
+    if split and type(new).__module__.partition(".")[0] == "peft":
+        raise ShardingError(
+            f'peft adds an adapter around "{split[0]}", of which this rank has a shard, and {where}: the adapter would '
+            "have the sizes of the shard. Call peft.get_peft_model before shard_model; the adapter then is split as "
+            "its layer is."
+        )
