@@ -229,7 +229,8 @@ def _refuse_compiled(optimizer: torch.optim.Optimizer) -> None:
         if isinstance(one.param, DTensor) or one.has_sharded_state:
             raise ShardingError(
                 f'torch.compile was given the step of {type(optimizer).__name__}, and "{one.name}" '
-                f"{_STEP_HAS_NO_GRAPH}. Call optimizer.step() itself; torch's fused and foreach kernels update many tensors in a call."
+                f"{_STEP_HAS_NO_GRAPH}. Call optimizer.step() itself; torch's fused and foreach kernels update many "
+                "tensors in a call."
             )
 
 

@@ -15,7 +15,7 @@ from shardlib.rules import Rules, suggest
 from shardlib.rules._values import spelled
 from shardlib.rules.suggest import complete
 from tests.families.transformer_models import small, transformers
-from tests.rules.zoo import MLP, ConvNet, Tiny, on_meta
+from tests.rules.zoo import MLP, ConvNet, Downsampled, Gated, Grouped, Tiny, on_meta
 
 
 def hugging_face(name: str) -> nn.Module:
@@ -239,8 +239,21 @@ def test_a_gate_may_be_listed_last() -> None:
     assert layouts_of == {"mlp.w1.weight": "ff@tp in", "mlp.w2.weight": "out in@tp", "mlp.w3.weight": "ff@tp in"}
 
 
-@pytest.mark.parametrize("model", [ConvNet, Tiny, lambda: MLP(16), lambda: nn.LSTM(4, 8), lambda: nn.Linear(4, 4)])
-@pytest.mark.parametrize("mesh", ["tp=2", "dp=2,tp=4", "dp=2"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        ConvNet,
+        Tiny,
+        Downsampled,
+        Gated,
+        Grouped,
+        lambda: MLP(16),
+        lambda: nn.LSTM(4, 8),
+        lambda: nn.Linear(4, 4),
+        lambda: nn.Sequential(Grouped(), Gated(), Downsampled(), Tiny()),
+    ],
+)
+@pytest.mark.parametrize("mesh", ["tp=2", "tp=3", "dp=2,tp=4", "dp=2"])
 def test_a_suggestion_names_every_parameter_and_resolves(model: type[nn.Module], mesh: str) -> None:
     built = on_meta(model)
     rules = suggest(built)

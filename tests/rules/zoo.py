@@ -83,3 +83,39 @@ class Scale(nn.Module):
         super().__init__()
         self.gain = nn.Parameter(torch.empty(4, 8))
         self.shift = nn.Parameter(torch.empty(8))
+
+
+class Downsampled(nn.Module):
+    """Stages whose convolution stands in a list beside a norm whose dims nobody registered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(nn.ModuleDict({"down": nn.Sequential(Scale(), conv(16))}) for _ in range(2))
+        self.stem = nn.Sequential(nn.Conv2d(3, 16, 3), Transposed(16, 16))
+
+
+def conv(width: int, groups: int = 1) -> nn.Conv2d:
+    return nn.Conv2d(width, width, 3, groups=groups)
+
+
+class Gated(nn.Module):
+    """Layers that make both halves of a gate, which no mesh divides; one of them for each expert."""
+
+    def __init__(self, width: int = 6, middle: int = 7) -> None:
+        super().__init__()
+        self.fc1, self.act, self.fc2 = nn.Linear(width, 2 * middle), nn.GLU(), nn.Linear(middle, width)
+        self.experts = nn.Module()
+        self.experts.gate_up_proj = nn.Parameter(torch.empty(3, 2 * middle, width))
+        self.experts.down_proj = nn.Parameter(torch.empty(3, width, middle))
+
+
+class Grouped(nn.Module):
+    """Blocks as of a ResNeXt, of different numbers of groups."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({"conv1": conv(24), "conv2": conv(24, groups), "bn2": nn.BatchNorm2d(24), "conv3": conv(24)})
+            for groups in (1, 3, 8)
+        )
+        self.up = nn.ConvTranspose2d(24, 24, 2, groups=4)
