@@ -90,7 +90,9 @@ class Downsampled(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stages = nn.ModuleList(nn.ModuleDict({"down": nn.Sequential(Scale(), conv(16))}) for _ in range(2))
+        self.stages = nn.ModuleList(
+            nn.ModuleDict({"down": nn.Sequential(Transposed(16, 16), conv(16))}) for _ in range(2)
+        )
         self.stem = nn.Sequential(nn.Conv2d(3, 16, 3), Transposed(16, 16))
 
 
