@@ -191,7 +191,29 @@ def global_metas(schema: OpSchema) -> Any:
             args, kwargs = pytree.tree_map_only(DTensorSpec, _on_meta, given)
             return pytree.tree_map(_meta_of, schema.op(*args, **kwargs))
     with fake_mode():
-        return dispatcher().sharding_propagator._propagate_tensor_meta_non_cached(schema)
+        metas = dispatcher().sharding_propagator._propagate_tensor_meta_non_cached(schema)
+    if schema.op in _CONTIGUOUS_ON_CPU and schema.args_spec[0].mesh.device_type == "cpu":
+        given = _on_meta(schema.args_spec[0])
+        if not any(given.is_contiguous(memory_format=images) for images in _IMAGES.get(given.ndim, ())):
+            return tuple(_contiguous(meta) for meta in metas)
+    return metas
+
+
+# On a CPU these give contiguous results, but for images in channels-last order, where their shape functions tell the
+# order of the input (2.13.0).
+_CONTIGUOUS_ON_CPU = {
+    torch.ops.aten.native_batch_norm.default,
+    torch.ops.aten._native_batch_norm_legit.default,
+    torch.ops.aten._native_batch_norm_legit.no_stats,
+    torch.ops.aten._native_batch_norm_legit_no_training.default,
+    torch.ops.aten._batch_norm_with_update.default,
+    torch.ops.aten.log_sigmoid_forward.default,
+}
+_IMAGES = {4: (torch.channels_last,), 5: (torch.channels_last_3d,)}
+
+
+def _contiguous(meta: TensorMeta) -> TensorMeta:
+    return meta._replace(stride=torch.empty(meta.shape, device="meta").stride())
 
 
 # Of these and of pointwise ops, kernels for meta tensors tell strides and dtypes on any device. They take a tenth of

@@ -30,6 +30,7 @@ from shardlib.engine._torch import (
     forget_with_meshes,
     global_metas,
     is_composite,
+    is_view,
     local_shape_and_offset,
     pytree,
     redistribute_local,
@@ -43,7 +44,15 @@ from shardlib.engine.ops import _alias
 from shardlib.engine.ops._choose import Choice, choose
 from shardlib.engine.ops._foreach import foreach, is_foreach
 from shardlib.engine.ops._gather import draw_replicated, gather, note, with_aliases
-from shardlib.engine.ops._operands import Operands, arguments_by_name, in_order, meta_of, replicated, spec_like
+from shardlib.engine.ops._operands import (
+    Operands,
+    arguments_by_name,
+    has_order,
+    in_order,
+    meta_of,
+    replicated,
+    spec_like,
+)
 from shardlib.engine.ops._rows import Call, Local, Meta, Op, Rule, is_split, rule_of
 
 __all__ = ["drawing_by", "drawn", "forget_decisions", "is_random", "policy", "remember_statics"]
@@ -76,7 +85,7 @@ def policy(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], info: OpInfo) 
         return gather(operands, decision)
     if decision.choice.gathered:
         note(operands, "no row of its sharding rule accepts these placements")
-    if first_time or not _cacheable(operands, decision):
+    if first_time or decision.in_order is not True or not _cacheable(operands, decision):
         return _carry_out(operands, decision)
     return _output_sharding(operands, decision, schema)
 
@@ -124,13 +133,18 @@ def _never_sharded(operands: Operands) -> str | None:
 # --- deciding -----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Decision:
-    """The decision for a call: the chosen rows, and the specs of outputs in the structure of the result."""
+    """The decision for a call: the chosen rows, and the specs of outputs in the structure of the result.
+
+    `in_order`: the kernel gives its local results in the memory order of the specs. It is learned from the first call;
+    DTensor, which does not look at strides, executes a call only if it is True.
+    """
 
     choice: Choice
     outputs: Any
     rule: Rule | None
+    in_order: bool | None = None
 
 
 _DECISIONS: dict[Any, _Decision | str] = {}
@@ -285,8 +299,23 @@ def _carry_out(operands: Operands, decision: _Decision) -> Any:
     reshaped = operands.tensors[0]
     if torch.Tag.inplace_view in operands.op.tags and isinstance(reshaped, DTensor):
         set_local(reshaped, locals_[0], decision.outputs)
-    wrapped = _wrapped(result, decision.outputs, ordered=choice.compute is not None or _guesses_order(operands))
+    if decision.in_order is None:
+        decision.in_order = is_view(op) or bool(operands.written) or _in_memory_order(result, decision.outputs)
+    ordered = decision.in_order is False or choice.compute is not None or _guesses_order(operands)
+    wrapped = _wrapped(result, decision.outputs, ordered=ordered)
     return with_aliases(operands, wrapped, moved=_moved(operands, decision))
+
+
+def _in_memory_order(result: Any, specs: Any) -> bool | None:
+    """Return whether local results have the memory order of their specs; None where they are fake, as in a graph.
+
+    Shape functions tell an order that some kernels do not keep: on a transposed input that of batch norm does.
+    """
+    leaves = zip(pytree.tree_leaves(result), pytree.tree_leaves(specs, is_leaf=lambda x: x is None), strict=True)
+    pairs = [(x, spec) for x, spec in leaves if isinstance(x, torch.Tensor) and spec is not None]
+    if any(type(x) is not torch.Tensor for x, _ in pairs):
+        return None
+    return all(has_order(x, meta_of(spec).stride) for x, spec in pairs)
 
 
 def _with_locals(spec_args: Sequence[Any], locals_: Sequence[torch.Tensor]) -> list[Any]:

@@ -40,6 +40,7 @@ from shardlib.errors import ShardingError
 __all__ = [
     "Operands",
     "arguments_by_name",
+    "has_order",
     "in_order",
     "is_fused_beside_others",
     "meta_of",
@@ -308,6 +309,17 @@ def in_order(local: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
     if local.stride() == tuple(packed[i] for i in back):
         return local
     return local.permute(order).contiguous().as_strided([local.shape[dim] for dim in order], packed).permute(back)
+
+
+def has_order(local: torch.Tensor, strides: Sequence[int]) -> bool:
+    """Return whether `in_order` would leave a local tensor as it is, but for the strides of dims of size 1.
+
+    >>> has_order(torch.empty(2, 3), (6, 1)), has_order(torch.empty(2, 1), (1, 6)), has_order(torch.empty(2, 3), (1, 6))
+    (True, True, False)
+    """
+    wanted = in_order(torch.empty_strided(local.shape, local.stride(), device="meta"), strides).stride()
+    pairs = zip(local.shape, local.stride(), wanted, strict=True)
+    return not local.numel() or all(now == want for size, now, want in pairs if size > 1)
 
 
 def _packed(shape: Sequence[int]) -> tuple[int, ...]:

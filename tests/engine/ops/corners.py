@@ -238,3 +238,39 @@ def _channels_last(x: Tensor, w: Tensor) -> Tensor:
 
 
 _corner("channels last", _channels_last, floats(2, 4, 4, 4), floats(4, 4, 3, 3))
+
+# --- kernels that do not keep the order of dims in memory that their shape functions tell --------------------------
+
+
+def _turned(fn: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Apply a function in the order (batch, channel, length), and view its result in both orders."""
+
+    def in_both_orders(x: Tensor, *others: Tensor) -> tuple[Tensor, Tensor]:
+        y = fn(x.transpose(1, 2), *others)
+        return y.transpose(1, 2).reshape(-1, x.shape[2]) * 2, y.view(x.shape[0], -1) * 2
+
+    return in_both_orders
+
+
+for _n in (6, 3):  # on two ranks, one has a single channel of three
+    _corner(
+        f"batch norm of {_n} channels of a transpose",
+        _turned(lambda x, w, b: F.batch_norm(x, None, None, w, b, training=True)),
+        *(floats(4, 5, _n), floats(_n), floats(_n, seed=1)),
+    )
+    _corner(f"log of a sigmoid of {_n} transposed", _turned(F.logsigmoid), floats(4, 5, _n))
+_corner(
+    "loss of a transpose", lambda x, y: F.mse_loss((x * 2).t(), y.t(), reduction="mean"), floats(4, 6), floats(4, 6)
+)
+
+# --- halves, whose sums overflow or lose digits in their own dtype --------------------------------------------------
+
+_large = (floats(4, 8).half().detach().abs().clamp(1, 2) * 15000).requires_grad_()
+_corner("mean of large halves", lambda x: (x.mean(), x.mean(0), x.mean(-1, keepdim=True)), _large)
+_corner("variance of large halves", lambda x: ((x / 60).var(0), (x / 9).std(1)), _large.detach())
+_corner("norm of large halves", lambda x: (torch.linalg.vector_norm(x / 200, 2, 0), (x / 20).norm() / 20), _large)
+_corner("losses of large halves", lambda x: F.l1_loss(x, x * 0) + F.smooth_l1_loss(x, x * 0), _large)
+_corner("squared error of halves", lambda x: F.mse_loss(x / 100, x / 300), _large)
+_corner("likelihood of halves", lambda x, i: F.nll_loss(-x, i), _large, ids(4, below=8))
+_even = torch.full((2, 4096), 0.5, dtype=torch.float16)
+_corner("softmax of many halves", lambda x: (x.softmax(1) * 4096, x.log_softmax(1), x.logsumexp(1)), _even)

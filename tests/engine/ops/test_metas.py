@@ -68,3 +68,27 @@ def _grouped_otherwise() -> list[str]:
 
 def test_grouped_products_are_told_in_every_dtype_of_their_kernel(ranks):
     assert ranks(1).run(_grouped_otherwise) == [[]]
+
+
+def _ordered_otherwise() -> list[str]:
+    """Calls whose results have another order in memory than is told, for inputs in several orders."""
+    aten = torch.ops.aten
+    turned = torch.ones(3, 5, 4).transpose(1, 2)
+    inputs = [turned, torch.ones(3, 4, 5), torch.ones(3, 2, 4, 5).transpose(1, 2), torch.ones(5, 2, 4, 3).mT]
+    calls = [(aten.log_sigmoid_forward.default, turned)]
+    for x in (*inputs, torch.ones(3, 4, 2, 5).contiguous(memory_format=torch.channels_last)):
+        channels = torch.ones(x.shape[1])
+        calls += [
+            (aten.native_batch_norm.default, x, None, None, channels, channels, True, 0.1, 1e-5),
+            (aten._native_batch_norm_legit.no_stats, x, None, None, True, 0.1, 1e-5),
+            (aten._native_batch_norm_legit_no_training.default, x, None, None, channels, channels, 0.1, 1e-5),
+        ]
+    return [
+        f"{op} of strides {args[0].stride()}: {told} and not {want}"
+        for op, *args in calls
+        if (told := global_metas(_schema(AtenCall(op, tuple(args), {})))[0].stride) != (want := op(*args)[0].stride())
+    ]
+
+
+def test_the_order_that_kernels_of_the_cpu_give_is_told(ranks):
+    assert ranks(1).run(_ordered_otherwise) == [[]]

@@ -14,6 +14,7 @@ import torch
 from shardlib.engine.ops._operands import arguments_by_name
 from shardlib.engine.ops._rows import Call, Here, Op, P, R, Row, S, aten, row, rule
 from shardlib.engine.ops._rules._pointwise import aligned, pointwise_rows
+from shardlib.engine.ops._rules._reductions import accumulated_in
 
 __all__: list[str] = []
 
@@ -61,8 +62,10 @@ def _over_elements(call: Call, first: int, out: Any, compute: Any) -> Iterator[R
 
 def _share_of_mean(op: Op, args: list[Any], kwargs: dict[str, Any], here: Here) -> torch.Tensor:
     named = arguments_by_name(op, args, kwargs)
-    total = op(**{**named, "reduction": _SUM})
-    return total if named["reduction"] == _SUM else total / math.prod(here.shape(0))
+    if named["reduction"] == _SUM:
+        return op(**named)
+    each = op(**{**named, "reduction": _NONE})
+    return (each.sum(dtype=accumulated_in(each.dtype)) / math.prod(here.shape(0))).to(each.dtype)
 
 
 def _mean_by_whole_count(op: Op, args: list[Any], kwargs: dict[str, Any], here: Here) -> torch.Tensor:
@@ -100,9 +103,10 @@ def _nll_of_own(op: Op, args: list[Any], kwargs: dict[str, Any], here: Here) -> 
     target = _own_classes(scores, target, ignore, here, operand=0)
     if reduction != _MEAN:
         return op(scores, target, weight, reduction, _IGNORED)
-    loss, total = op(scores, target, weight, _SUM, _IGNORED)
+    wide = accumulated_in(scores.dtype)
+    loss, total = op(scores.to(wide), target, None if weight is None else weight.to(wide), _SUM, _IGNORED)
     total = here.all_reduce(total, "sum")
-    return loss / total, total
+    return (loss / total).to(scores.dtype), total.to(scores.dtype)
 
 
 _IGNORED = -100

@@ -10,6 +10,7 @@ import torch
 
 from shardlib.engine.ops._operands import arguments_by_name
 from shardlib.engine.ops._rows import Call, Compute, Here, Local, Meta, Op, P, R, Row, S, aten, row, rule
+from shardlib.engine.ops._rules._reductions import accumulated_in
 
 __all__: list[str] = []
 
@@ -58,7 +59,7 @@ def _norm_features(dtype: torch.dtype, op: Op, args: list[Any], kwargs: dict[str
     """Normalise rows whose features are sharded: squares of centred values are summed over ranks."""
     named = arguments_by_name(op, args, kwargs)
     given, count = named["input"], here.shape(0)[-1]
-    x = given.to(_summed_in(given.dtype))
+    x = given.to(accumulated_in(given.dtype))
     statistics = []
     if "bias" in named:
         mean = here.all_reduce(x.sum(-1, keepdim=True), "sum") / count
@@ -76,7 +77,7 @@ def _norm_features(dtype: torch.dtype, op: Op, args: list[Any], kwargs: dict[str
 def _norm_backward_of_own(op: Op, args: list[Any], kwargs: dict[str, Any], here: Here) -> Any:
     named = arguments_by_name(op, args, kwargs)
     grad, given, weight = named["grad_out"], named["input"], named["weight"]
-    wide = _summed_in(given.dtype)
+    wide = accumulated_in(given.dtype)
     centred = "mean" in named
     x = (given.to(wide) - named["mean"]) if centred else given.to(wide)
     normal, g = x * named["rstd"], grad.to(wide)
@@ -88,11 +89,6 @@ def _norm_backward_of_own(op: Op, args: list[Any], kwargs: dict[str, Any], here:
     dtype = given.dtype if weight is None else weight.dtype
     grads = [grad_input.to(given.dtype), *(each.flatten(0, -2).sum(0).to(dtype) for each in affine)]
     return tuple(value if wanted else None for value, wanted in zip(grads, named["output_mask"], strict=True))
-
-
-def _summed_in(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which PyTorch's kernels accumulate."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 @rule(aten("_weight_norm_interface"), aten("_weight_norm_interface_backward"))

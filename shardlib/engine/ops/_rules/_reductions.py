@@ -17,7 +17,7 @@ from shardlib.engine._torch import schema_of
 from shardlib.engine.ops._operands import arguments_by_name
 from shardlib.engine.ops._rows import Call, Here, Op, P, R, Row, S, aten, row, rule
 
-__all__: list[str] = []
+__all__ = ["accumulated_in"]
 
 
 def untouched(call: Call, dims: tuple[int, ...], *, keep: bool, others: int = 0) -> Iterator[Row]:
@@ -39,6 +39,11 @@ def _reduction(call: Call, out: Placement, **options: Any) -> Iterator[Row]:
     yield from untouched(call, dims, keep=_keep(call))
     for dim in dims:
         yield row([out] * len(call.outputs), [S(dim)], **options)
+
+
+def accumulated_in(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which PyTorch's kernels accumulate numbers of a dtype before they round the result."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 def _dims_of(x: torch.Tensor, dims: Any) -> list[int]:
@@ -66,9 +71,10 @@ def mean(call: Call) -> Iterable[Row]:
 def _local_share_of_mean(op: Op, args: list[Any], kwargs: dict[str, Any], here: Here) -> torch.Tensor:
     """Divide this rank's sum by the global number of elements, which is correct for uneven shards."""
     named = arguments_by_name(op, args, kwargs)
-    dims = _dims_of(args[0], named.get("dim"))
+    dims, dtype = _dims_of(args[0], named.get("dim")), named["dtype"] or args[0].dtype
     count = math.prod(here.shape(0)[dim] for dim in dims)
-    return torch.sum(args[0], dims, named.get("keepdim", False), dtype=named["dtype"]) / count
+    total = torch.sum(args[0], dims, named.get("keepdim", False), dtype=accumulated_in(dtype))
+    return (total / count).to(dtype)
 
 
 # --- maxima, norms ------------------------------------------------------------------------------------------------
@@ -100,11 +106,14 @@ def vector_norm(call: Call) -> Iterable[Row]:
 
 def _norm_of_norms(op: Op, args: list[Any], kwargs: dict[str, Any], here: Here) -> torch.Tensor:
     """Compute (sum of |x|^p over ranks)^(1/p) from each rank's own norm."""
-    order = arguments_by_name(op, args, kwargs)["ord"]
-    local = op(*args, **kwargs)
+    named = arguments_by_name(op, args, kwargs)
+    order, dtype = named["ord"], named["dtype"] or args[0].dtype
+    local = op(**{**named, "dtype": accumulated_in(dtype)})
     if order == math.inf:
-        return here.all_reduce(local, "max")
-    return here.all_reduce(local**order, "sum") ** (1 / order)
+        found = here.all_reduce(local, "max")
+    else:
+        found = here.all_reduce(local**order, "sum") ** (1 / order)
+    return found.to(dtype.to_real())
 
 
 # --- variance -----------------------------------------------------------------------------------------------------
@@ -117,13 +126,15 @@ def variance(call: Call) -> Iterable[Row]:
 
 def _split_variance(op: Op, args: list[Any], kwargs: dict[str, Any], here: Here) -> Any:
     """Compute the variance in two passes: the global mean, then the squared deviations from it."""
-    x, named = args[0], arguments_by_name(op, args, kwargs)
+    given, named = args[0], arguments_by_name(op, args, kwargs)
+    x = given.to(accumulated_in(given.dtype))
     dims, correction = _dims_of(x, named["dim"]), named["correction"]
     count = math.prod(here.shape(0)[dim] for dim in dims)
     mean = here.all_reduce(x.sum(dims, keepdim=True), "sum") / count
     squares = here.all_reduce((x - mean).abs().square().sum(dims, keepdim=True), "sum")
     variance = squares / max(0, count - (1 if correction is None else correction))
     found = variance.sqrt() if "std" in schema_of(op).name else variance
+    found, mean = found.to(given.dtype.to_real()), mean.to(given.dtype)
     shaped = [y if named["keepdim"] else y.squeeze(dims) for y in (found, mean)]
     return tuple(shaped) if len(schema_of(op).returns) > 1 else shaped[0]
 
@@ -141,11 +152,13 @@ def softmax(call: Call) -> Iterable[Row]:
 
 def _split_softmax(op: Op, args: list[Any], kwargs: dict[str, Any], here: Here) -> torch.Tensor:
     """Compute exp(x - m) / s with the maximum m and the sum s over all ranks."""
-    x, dim = args[:2]
+    given, dim = args[:2]
+    x = given.to(accumulated_in(given.dtype))
     shifted = x - here.all_reduce(_max_or_lowest(x, dim), "max")
     exps = shifted.exp()
     total = here.all_reduce(exps.sum(dim, keepdim=True), "sum")
-    return shifted - total.log() if schema_of(op).name == "aten::_log_softmax" else exps / total
+    found = shifted - total.log() if schema_of(op).name == "aten::_log_softmax" else exps / total
+    return found.to(given.dtype)
 
 
 def _max_or_lowest(x: torch.Tensor, dim: int) -> torch.Tensor:
@@ -165,11 +178,14 @@ def softmax_backward(call: Call) -> Iterable[Row]:
 
 
 def _split_softmax_backward(op: Op, args: list[Any], kwargs: dict[str, Any], here: Here) -> torch.Tensor:
-    grad, output, dim = args[:3]
+    wide = accumulated_in(args[0].dtype)
+    grad, output, dim = args[0].to(wide), args[1].to(wide), args[2]
     if schema_of(op).name == "aten::_softmax_backward_data":
         weighted = grad * output
-        return weighted - output * here.all_reduce(weighted.sum(dim, keepdim=True), "sum")
-    return grad - output.exp() * here.all_reduce(grad.sum(dim, keepdim=True), "sum")
+        found = weighted - output * here.all_reduce(weighted.sum(dim, keepdim=True), "sum")
+    else:
+        found = grad - output.exp() * here.all_reduce(grad.sum(dim, keepdim=True), "sum")
+    return found.to(args[0].dtype)
 
 
 @rule(aten("logsumexp"), empty=True)
@@ -178,10 +194,10 @@ def logsumexp(call: Call) -> Iterable[Row]:
 
 
 def _split_logsumexp(op: Op, args: list[Any], kwargs: dict[str, Any], here: Here) -> torch.Tensor:
-    local = op(*args, **kwargs)
+    local = op(args[0].to(accumulated_in(args[0].dtype)), *args[1:], **kwargs)
     top = here.all_reduce(local, "max")
     shift = top.masked_fill(top.isinf(), 0)
-    return here.all_reduce((local - shift).exp(), "sum").log() + shift
+    return (here.all_reduce((local - shift).exp(), "sum").log() + shift).to(args[0].dtype)
 
 
 # --- ops whose own dims are not sharded ---------------------------------------------------------------------------
