@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardlib.engine._torch import BatchNorm
 from shardlib.engine.lost import naming_lost_ranks_in_operations
+from shardlib.engine.undo import replace_forward
 
 __all__ = ["is_batch_norm", "use_global_batch"]
 
@@ -39,8 +40,7 @@ def use_global_batch(module: nn.Module, group: dist.ProcessGroup) -> Callable[[]
         with _OverAllRanks(group):
             return local_forward(*args, **kwargs)
 
-    module.forward = forward  # type: ignore[method-assign, assignment]
-    return lambda: delattr(module, "forward")
+    return replace_forward(module, forward)
 
 
 class _OverAllRanks(TorchFunctionMode):

@@ -26,8 +26,8 @@ from shardlib.layout import Layout
 __all__ = ["border_placements", "install_gradient_border", "install_input_border", "install_output_border", "moved"]
 
 
-# Placements are computed in advance for activations with fewer dims, so that a compiled block reads them from a tuple.
-_MAX_DIMS = 8
+# Placements are computed in advance, so that a compiled block reads them from a tuple; torch's kernels take 64 dims.
+_MAX_DIMS = 64
 
 Hook = Callable[..., Any]
 
@@ -70,7 +70,7 @@ def _gradient_hook(_module: nn.Module, _args: Any, output: Any) -> Any:
 @_torch.cached_by_mesh
 def border_placements(layout: Layout, mesh: DeviceMesh) -> tuple[tuple[Placement, ...] | None, ...]:
     """Return the placements of an activation by its number of dims; None where the layout does not fit."""
-    return tuple(_placements(layout, mesh, ndim) for ndim in range(_MAX_DIMS))
+    return tuple(_placements(layout, mesh, ndim) for ndim in range(_MAX_DIMS + 1))
 
 
 def _laid_out(layout: Layout, mesh: DeviceMesh) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -98,6 +98,8 @@ def _laid_out(layout: Layout, mesh: DeviceMesh) -> Callable[[torch.Tensor], torc
 
 
 def _placements(layout: Layout, mesh: DeviceMesh, ndim: int) -> tuple[Placement, ...] | None:
+    if ... not in layout.dims and len(layout.dims) != ndim:
+        return None
     try:
         return tuple(layout.placements(mesh, ndim=ndim))
     except LayoutError:
@@ -140,8 +142,9 @@ def _reduce_gradient(tensor: torch.Tensor) -> torch.Tensor:
     placements = tuple(Replicate() if p.is_partial() else p for p in tensor.placements)
     if torch.compiler.is_compiling():
         return tensor.redistribute(placements=placements)
+    # Autograd makes plain gradients too, the same on all ranks, as behind a packed sequence.
     tensor.register_hook(
-        lambda grad: None if grad is None or grad.placements == placements else moved(grad, placements)
+        lambda grad: moved(grad, placements) if isinstance(grad, DTensor) and grad.placements != placements else None
     )
     return tensor
 

@@ -20,6 +20,7 @@ from shardlib._progress import Progress
 from shardlib.engine import _torch, exact
 from shardlib.engine._torch import pytree
 from shardlib.engine.full_tensor import to_full_tensor
+from shardlib.engine.randomness import random_states, set_random_states
 from shardlib.errors import ShardingError, warn
 
 __all__ = ["MODES", "CompileReport", "check_backend", "compile_blocks", "repeated_blocks"]
@@ -119,7 +120,8 @@ def compile_blocks(
     for name, block in blocks.items():
         # One graph for each shape: layouts depend on sizes, which are symbolic in a graph for all shapes.
         block.compile(backend=compiler, dynamic=False)
-        _torch.set_compiled_call(block, _Call(name, blocks, _torch.compiled_call(block), report))
+        call = _Call(name, blocks, _torch.compiled_call(block), report)
+        _torch.set_compiled_call(block, call if data_rank is None else _Exactly(call, model, data_rank))
         report.blocks.append(name)
 
     def undo() -> None:
@@ -149,7 +151,8 @@ def run_eagerly(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     Blocks that are compiled by themselves stay so.
 
     Raises:
-        ShardingError: a transform of `torch.func` calls it, or `torch.jit.trace`.
+        ShardingError: a transform of `torch.func` calls it, or `torch.jit.trace`; or its forward compiles a function of
+            sharded tensors, as torch's higher-order ops do.
     """
     if torch.compiler.is_compiling():
         return torch.compiler.disable(_run_with_warning, reason=_NO_GRAPH)(call, *args, **kwargs)
@@ -164,7 +167,18 @@ def run_eagerly(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             "tensors do not go into DTensors. Take gradients by torch.autograd.grad, one call for each example or "
             "output; or transform the unsharded model."
         )
-    return call(*args, **kwargs)
+    try:
+        return call(*args, **kwargs)
+    except Exception as error:
+        if _torch.failed_to_trace_subclass(error):
+            raise ShardingError(
+                "The forward compiles a function, or calls an op that takes functions, such as flex_attention, "
+                "torch.cond or scan, with tensors that are sharded over a model axis, and torch cannot trace these: "
+                f"{_reason(error).rstrip('.')}. Use ops of single tensors in its place, as "
+                "F.scaled_dot_product_attention; or replicate the parameters of the modules around it "
+                '("replicate"), so that it is given plain tensors.'
+            ) from error
+        raise
 
 
 def _run_with_warning(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -179,6 +193,20 @@ def warn_of_no_effect(*_args: Any, **_options: Any) -> None:
         'Compile its blocks: each by its own compile(), or repeated ones by shard_model(compile="inductor") where the '
         "mesh has a model axis.",
     )
+
+
+class _Exactly:
+    """The call of one block with exact random numbers, which are turned on outside of its graph."""
+
+    def __init__(self, call: _Call, model: nn.Module, data_rank: exact.DataRank) -> None:
+        self.call, self.model, self.data_rank = call, model, data_rank
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        exact.enter_exact(self.call.block, self.model, self.data_rank, args, kwargs)
+        try:
+            return self.call(*args, **kwargs)
+        finally:
+            exact.leave_exact(self.call.block)
 
 
 class _Call:
@@ -200,6 +228,7 @@ class _Call:
         if self.name in self.report.stopped or not self._fits_in_graph(given) or not self._has_graph(shapes):
             return _torch.call_eagerly(self.block, *args, **kwargs)
         how = type(self.block), shapes, self.block.training, torch.is_grad_enabled()
+        restore = self._restoring(buffers=how not in self.report.called)
         try:
             # Graph breaks raise: eager code in the middle of a block would not appear in the report.
             with self.in_one_graph, exact.traced():
@@ -209,8 +238,26 @@ class _Call:
                     output = self._compile(how, *args, **kwargs)
                 return _with_plain_gradients(output)
         except self.failures as error:
+            if isinstance(error, AssertionError) and not _torch.raised_by_torch(error):
+                raise  # the block's own
             self._stop(_reason(error))
+            restore()
             return _torch.call_eagerly(self.block, *args, **kwargs)
+
+    def _restoring(self, *, buffers: bool) -> Callable[[], None]:
+        """Return a function that undoes what a failed call has drawn, and what it has written to the block's buffers.
+
+        Torch's assertion about checkpointed DTensors fails after the forward of a new graph has run.
+        """
+        states = random_states()
+        before = [(buffer, buffer.detach().clone()) for buffer in self.block.buffers()] if buffers else []
+
+        def restore() -> None:
+            set_random_states(states)
+            for buffer, value in before:
+                buffer.detach().copy_(value)
+
+        return restore
 
     def _fits_in_graph(self, given: tuple[Any, ...]) -> bool:
         """Tell whether a graph can hold a call with these arguments; report why not."""

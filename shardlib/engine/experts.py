@@ -35,6 +35,7 @@ from shardlib.engine.borders import moved
 from shardlib.engine.full_tensor import to_full_tensor
 from shardlib.engine.lost import naming_lost_ranks_in_operations
 from shardlib.engine.region import unwrap_dtensor, wrap_replicated
+from shardlib.engine.undo import replace_forward
 from shardlib.errors import InputError, PlanError
 
 __all__ = ["Spread", "install", "refuse_dropout"]
@@ -83,7 +84,7 @@ class Spread:
 
 def install(module: nn.Module, spread: Spread) -> Callable[[], None]:
     """Let a module of experts run on the tokens of all ranks, and return an undo function."""
-    inner, before = module.forward, module.__dict__.get("forward")
+    inner = module.forward
     signature = inspect.signature(inner)
 
     def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -96,15 +97,7 @@ def install(module: nn.Module, spread: Spread) -> Callable[[], None]:
             )
         return _run(module, inner, spread, *given.values())
 
-    module.forward = forward
-
-    def undo() -> None:
-        if before is None:
-            del module.forward
-        else:
-            module.forward = before
-
-    return undo
+    return replace_forward(module, forward)
 
 
 def refuse_dropout(name: str, module: nn.Module) -> None:

@@ -23,6 +23,7 @@ from shardlib.engine import _torch
 from shardlib.engine._torch import DTensorSpec
 from shardlib.engine.ops._operands import redistributed
 from shardlib.engine.ops._products import LinearPlan, plan_linear
+from shardlib.engine.undo import replace_forward
 from shardlib.rules.dims import linear_dims
 
 __all__ = ["compute_locally"]
@@ -57,8 +58,7 @@ def compute_locally(module: nn.Module, out: Out | None = None) -> Callable[[], N
         steps = _steps(spec(input), spec(weight), spec(bias) if isinstance(bias, DTensor) else bias is not None, want)
         return own_forward(input) if steps is None else _apply(input, weight, bias, steps)
 
-    module.forward = forward  # type: ignore[method-assign]
-    return lambda: delattr(module, "forward")
+    return replace_forward(module, forward)
 
 
 # --- in a compiled block -------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["Undo", "bare"]
+__all__ = ["Undo", "bare", "replace_forward"]
 
 
 class Undo:
@@ -37,6 +37,29 @@ class Undo:
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         if error is not None:
             self.run()
+
+
+def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
+    """Give a module another forward, and return an undo function: it may have had one of its own before.
+
+    >>> layer = nn.Identity()
+    >>> layer.forward = lambda x: 2 * x
+    >>> undo = replace_forward(layer, lambda x: 3 * x)
+    >>> layer(1)
+    3
+    >>> undo()
+    >>> layer(1)
+    2
+    """
+    own = vars(module)
+    before = {"forward": own["forward"]} if "forward" in own else {}
+    own["forward"] = forward
+
+    def undo() -> None:
+        own.pop("forward", None)
+        own.update(before)
+
+    return undo
 
 
 @contextmanager

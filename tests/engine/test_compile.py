@@ -16,11 +16,13 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 import shardlib as sl
 from shardlib.engine import _torch
 from shardlib.engine import compile as compiling
 from shardlib.engine.recording import record_collectives
+from shardlib.errors import ShardingError
 from shardlib.testing.models import MLP, Numbers, Tokens, Transformer, rules_for
 from tests.engine.whole import whole
 from tests.logged import progress_logged
@@ -185,3 +187,63 @@ def test_compiled_blocks_are_read_from_the_cache_on_disk_by_the_next_job(tmp_pat
         assert first["fxgraph_cache_miss"] and "autograd_cache_bypass" not in first
         assert second["fxgraph_cache_hit"] and "fxgraph_cache_miss" not in second
         assert all(map(torch.equal, grads, grads_again))
+
+
+class _Checkpointed(nn.Module):
+    """A block that recomputes itself, which torch cannot compile with DTensors: it says so after forward has run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(6, 8), nn.Linear(8, 6), nn.BatchNorm1d(6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self._forward, x, use_reentrant=False)
+
+    def _forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(nn.functional.dropout(self.down(self.up(x).tanh()), 0.3))
+
+
+_SPLIT = sl.Rules({"**.up": "colwise", "**.down": "rowwise"}, unmatched="replicate")
+
+
+def _fails_after_it_ran() -> None:
+    torch.manual_seed(0)
+    reference = nn.Sequential(nn.ModuleList(_Checkpointed() for _ in range(2))).double()
+    reference.forward = lambda x: reference[0][1](reference[0][0](x))  # type: ignore[method-assign]
+    sharded = nn.Sequential(copy.deepcopy(reference[0]))
+    sharded.forward = lambda x: sharded[0][1](sharded[0][0](x))  # type: ignore[method-assign]
+    sl.shard_model(sharded, "tp=2", _SPLIT)
+    x, found = torch.randn(5, 6, dtype=torch.float64), []
+    with pytest.warns(UserWarning, match="cannot be compiled and run eagerly"):
+        for net in (reference, sharded):
+            torch.manual_seed(3)
+            found.append([*(whole(t.detach().clone()) for t in (net(x), *net.buffers())), torch.rand(1)])
+    for have, want in zip(found[1], found[0], strict=True):
+        _close(have, want)
+
+
+def test_a_block_that_fails_after_it_ran_has_drawn_and_counted_once(ranks):
+    ranks(2).run(_fails_after_it_ran)
+
+
+class _Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.up(x)
+        return self.down(torch.cond(hidden.sum() > 0, torch.sin, torch.cos, (hidden,)))
+
+
+def _branches() -> str:
+    model = sl.shard_model(_Branching(), "tp=2", _SPLIT, compile=None)
+    with pytest.raises(ShardingError) as raised:
+        model(torch.ones(2, 6))
+    return str(raised.value)
+
+
+def test_ops_that_take_functions_are_refused(ranks):
+    for said in ranks(2).run(_branches):
+        assert said.startswith("The forward compiles a function, or calls an op that takes functions, such as flex_")
+        assert said.endswith('("replicate"), so that it is given plain tensors.')

@@ -154,3 +154,18 @@ def _left_as_it_was() -> None:
 
 def test_a_copy_that_fails_leaves_the_model_as_it_was(ranks):
     ranks(2).run(_left_as_it_was)
+
+
+def _outputs_of_a_patched_norm() -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    norm = nn.BatchNorm1d(4)
+    own = norm.forward
+    norm.forward = lambda x: 2 * own(x)  # type: ignore[method-assign]
+    model = sl.shard_model(nn.Sequential(nn.Linear(3, 4), norm), "dp=2", sl.Rules({}, unmatched="replicate"))
+    other, x = copy.deepcopy(model), torch.randn(6, 3)
+    return model(x).detach(), other(x).detach()
+
+
+def test_a_forward_that_a_module_was_given_is_in_the_copy(ranks):
+    for mine, copied in ranks(2).run(_outputs_of_a_patched_norm):
+        assert torch.equal(mine, copied)

@@ -89,6 +89,31 @@ def test_masks_are_those_of_one_device(ranks, mesh: str):
     ranks(MESHES[mesh]).run(_masks, mesh)
 
 
+def _masks_of_modules(mesh: str) -> None:
+    """Modules are called one by one, outside of the model's forward, as generators and discriminators are."""
+    x = Numbers((8, 3, 6))(0)
+    reference = _Masks().double()
+    rules = {"up": "colwise", "down": "rowwise"}
+    model = sl.shard_model(copy.deepcopy(reference), mesh, rules, rng="exact", check=False)
+
+    def drawn(of: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        return [whole(drop(of.up(x)).detach()) for drop in of.dropouts]
+
+    with sl.exact_random():
+        wanted = drawn(reference, x)
+    for found, value in zip(drawn(model, _mine(x, model)), wanted, strict=True):
+        assert torch.equal(found == 0, _mine(value == 0, model))
+        torch.testing.assert_close(found, _mine(value, model), rtol=1e-10, atol=1e-12)
+    torch.multinomial(torch.ones(3), 1)  # outside of a module, random calls are PyTorch's own again
+
+
+@pytest.mark.filterwarnings("ignore:No rule splits")
+@pytest.mark.parametrize("mesh", ["dp=2", "tp=2"])
+def test_masks_of_modules_that_are_called_by_themselves(ranks, mesh: str):
+    ranks(2).run(_masks_of_modules, mesh)
+
+
 def _state_after_sharding(rng: str) -> bytes:
     model = nn.Linear(4, 4)
     torch.manual_seed(dist.get_rank())

@@ -82,3 +82,16 @@ def _step() -> tuple[int, int]:
 def test_a_forward_of_its_own_is_called_and_a_registered_one_is_computed_locally(ranks):
     """Three layers are linear: the one that inherits its forward, and the two that are registered."""
     assert ranks(2).run(_step) == [(3, 1)] * 2
+
+
+def _many_dims() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4)).double()
+    x = torch.randn(1, 2, 1, 1, 1, 2, 1, 3, 4, dtype=torch.float64)
+    wanted = model(x)
+    found = sl.shard_model(model, "tp=2", {"0": "colwise", "2": "rowwise"}, compile=None)(x)
+    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+
+
+def test_activations_of_nine_dims(ranks):
+    ranks(2).run(_many_dims)

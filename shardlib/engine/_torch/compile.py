@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
@@ -47,10 +48,12 @@ __all__ = [
     "compile_errors",
     "compiler_is_off",
     "constant_in_graphs",
+    "failed_to_trace_subclass",
     "graph_backend",
     "graph_breaks_raise",
     "inductor_backend",
     "keep_compiler_out_of",
+    "raised_by_torch",
 ]
 
 
@@ -128,6 +131,26 @@ def compile_errors() -> tuple[type[Exception], ...]:
     """Return what dynamo raises when it or its backend cannot compile. This imports the compiler."""
     _dynamo()
     return (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit)
+
+
+def failed_to_trace_subclass(error: Exception) -> bool:
+    """Tell whether torch could not trace a function, or run a higher-order op, because of a subclass of tensors."""
+    text = str(error)
+    if isinstance(error, NotImplementedError) and "registered for HOP" in text:
+        return True
+    compiler = sys.modules.get("torch._dynamo.exc")
+    if compiler is None or not isinstance(error, compiler.TorchDynamoException):
+        return False
+    return "DTensor" in text or "subclass" in text
+
+
+def raised_by_torch(error: BaseException) -> bool:
+    """Tell whether an error was raised in a file of torch, or in a function that torch has made of text."""
+    entry = error.__traceback__
+    while entry is not None and entry.tb_next is not None:
+        entry = entry.tb_next
+    name = "" if entry is None else str(entry.tb_frame.f_globals.get("__name__"))
+    return name.partition(".")[0] == "torch"
 
 
 def compiler_is_off() -> bool:

@@ -32,6 +32,11 @@ private(
     without="there are no dry runs, no lazy initialisation, and pipeline stages cannot learn their shapes",
 )
 private(
+    "torch._subclasses.fake_tensor.FakeTensorMode.cache_clear",
+    why="to forget the results of ops on fake tensors, one for each shape",
+    without="memory grows without end where each step has another shape",
+)
+private(
     "torch.utils._python_dispatch.TorchDispatchMode",
     "torch.utils._python_dispatch._get_current_dispatch_mode_stack",
     "torch.utils._python_dispatch._disable_current_modes",
@@ -83,6 +88,7 @@ __all__ = [
     "fake_tensor_errors",
     "fake_tensors",
     "fake_world",
+    "forget_fake_results",
     "give_fused_splits_real_offsets",
     "has_values",
     "innermost_mode",
@@ -318,6 +324,11 @@ def new_fake_mode() -> Any:
     """Make a context in which tensors have no values. They stay so outside of it."""
     marking = next((mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, _Marking)), None)
     return _Remembering(allow_non_fake_inputs=True) if marking is None else _Marked(marking)
+
+
+def forget_fake_results() -> None:
+    """Clear torch's table of what ops on fake tensors return, which it never bounds (2.13.0)."""
+    FakeTensorMode.cache_clear()
 
 
 def is_fake(tensor: torch.Tensor) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shardlib.engine.exact._compile import DECOMPOSITIONS, traced
 from shardlib.engine.exact._data_rank import DataRank
-from shardlib.engine.exact._forward import batch_rows, check_mode, draw_exactly
+from shardlib.engine.exact._forward import batch_rows, check_mode, draw_exactly, enter_exact, leave_exact
 from shardlib.engine.exact._local_elements import holds_slices
 from shardlib.engine.exact._mode import ExactMode, exact_random, is_exact, rows
 
@@ -15,9 +15,11 @@ __all__ = [
     "batch_rows",
     "check_mode",
     "draw_exactly",
+    "enter_exact",
     "exact_random",
     "holds_slices",
     "is_exact",
+    "leave_exact",
     "rows",
     "traced",
 ]

@@ -14,7 +14,7 @@ from shardlib.engine.exact._data_rank import DataRank
 from shardlib.engine.exact._mode import ExactMode, bound, current
 from shardlib.errors import ShardingError
 
-__all__ = ["MODES", "batch_rows", "check_mode", "draw_exactly"]
+__all__ = ["MODES", "batch_rows", "check_mode", "draw_exactly", "enter_exact", "leave_exact"]
 
 MODES = ("fast", "exact")
 
@@ -30,21 +30,54 @@ def check_mode(rng: str) -> None:
 
 
 def draw_exactly(model: nn.Module, data_rank: DataRank) -> list[Any]:
-    """Register hooks that turn exact randomness on for each forward of the root, on this data rank."""
+    """Register hooks that turn exact randomness on, on this data rank, for the outermost module of a model in a call.
+
+    That is the model itself, or a module that is called outside of the model's forward.
+    """
     _torch.rebind_checkpointed(bound)
 
-    def enter(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        ExactMode(DataRank(data_rank.index, data_rank.count, batch_rows(args, kwargs)), model).__enter__()
+    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not torch.compiler.is_compiling():
+            enter_exact(module, model, data_rank, args, kwargs)
 
-    def leave(model: nn.Module, _args: tuple[Any, ...], _output: Any) -> None:
-        mode = current()
-        if mode is not None and mode.model is model:  # not if a hook before ours raised
-            mode.__exit__(None, None, None)
+    def leave(module: nn.Module, _args: tuple[Any, ...], _output: Any) -> None:
+        if not torch.compiler.is_compiling():
+            leave_exact(module)
 
     return [
-        model.register_forward_pre_hook(enter, with_kwargs=True, prepend=True),
-        model.register_forward_hook(leave, always_call=True),
+        handle
+        for module in model.modules()
+        for handle in (
+            module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True),
+            module.register_forward_hook(leave, always_call=True),
+        )
     ]
+
+
+def enter_exact(
+    module: nn.Module, model: nn.Module, data_rank: DataRank, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> None:
+    """Turn exact randomness on as a module of `model` is called, unless it is on for a module around it."""
+    mode = current()
+    if mode is None or mode.model is not model:
+        rank = DataRank(data_rank.index, data_rank.count, batch_rows(args, kwargs))
+        ExactMode(rank, model, module).__enter__()
+    elif mode.outermost is module:
+        mode.depth += 1
+
+
+def leave_exact(module: nn.Module) -> None:
+    """Turn exact randomness off at the end of the call that turned it on.
+
+    A call whose first hook raised has turned nothing on.
+    """
+    mode = current()
+    if mode is None or mode.outermost is not module:
+        return
+    if mode.depth:
+        mode.depth -= 1
+    else:
+        mode.__exit__(None, None, None)
 
 
 def batch_rows(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:

@@ -20,12 +20,13 @@ __all__ = ["ExactMode", "bound", "current", "exact_random", "is_exact", "rows"]
 class ExactMode(_torch.TorchDispatchMode):
     """Dispatch mode that draws random ops by global element index and leaves all other ops alone.
 
-    `model`: the one whose forward it is on for, if any.
+    `model`: the one whose forward it is on for, if any; `outermost`: the module of it whose call turned it on, and
+    `depth`: how many calls of that module are inside of that call.
     """
 
-    def __init__(self, data_rank: DataRank, model: nn.Module | None = None) -> None:
+    def __init__(self, data_rank: DataRank, model: nn.Module | None = None, outermost: nn.Module | None = None) -> None:
         super().__init__()
-        self.caller, self.model = Caller(data_rank), model
+        self.caller, self.model, self.outermost, self.depth = Caller(data_rank), model, outermost, 0
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -122,7 +123,7 @@ def bound(fn: Callable[..., Any]) -> Callable[..., Any]:
     def again(*args: Any, **kwargs: Any) -> Any:
         if current() is not None:
             return fn(*args, **kwargs)
-        with ExactMode(mode.caller.data_rank):
+        with ExactMode(mode.caller.data_rank, mode.model):
             return fn(*args, **kwargs)
 
     return again

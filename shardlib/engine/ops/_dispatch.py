@@ -27,6 +27,7 @@ from shardlib.engine._torch import (
     _StridedShard,
     dispatcher,
     exchanged,
+    forget_fake_results,
     forget_with_meshes,
     global_metas,
     is_composite,
@@ -54,6 +55,7 @@ from shardlib.engine.ops._operands import (
     spec_like,
 )
 from shardlib.engine.ops._rows import Call, Local, Meta, Op, Rule, is_split, rule_of
+from shardlib.errors import ShardingError
 
 __all__ = ["drawing_by", "drawn", "forget_decisions", "is_random", "policy", "remember_statics"]
 
@@ -63,6 +65,12 @@ _ONE_VALUE = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.d
 
 def policy(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], info: OpInfo) -> Any:
     """Return an `OutputSharding` that DTensor caches and executes, or the result itself."""
+    if "nested" in op.name():
+        raise ShardingError(
+            f"{op} makes a nested tensor of tensors that are sharded over a model axis, which have no nested form. Pad "
+            'the sequences and use a mask; or replicate the parameters of the modules around it ("replicate"), so that '
+            "it is given plain tensors."
+        )
     first_time = remember_statics(op)
     if not rule_of(op) and is_composite(op):
         return op.decompose(*args, **kwargs)
@@ -165,6 +173,7 @@ def _remembered(table: dict[Any, Any], key: Any, make: Callable[[], Any]) -> Any
     if known is None:
         if len(table) >= _MOST:
             table.clear()
+            forget_fake_results()  # which torch keeps for as many shapes
         known = table[key] = make()
     return known
 
