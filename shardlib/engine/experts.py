@@ -261,8 +261,9 @@ class _Route:
         _all_to_all(received, counts, None, None, spread.group)
         if not _torch.has_values(indices):
             return cls._expected(indices, spread)
-        to, rows = chosen.t().nonzero(as_tuple=True)
-        return cls(spread, rows, to, counts.tolist(), received.tolist())
+        sent, received = torch.stack([counts, received]).tolist()  # the host waits for the device once
+        to, rows = torch.nonzero_static(chosen.t(), size=sum(sent)).unbind(1)
+        return cls(spread, rows, to, sent, received)
 
     @classmethod
     def _expected(cls, indices: torch.Tensor, spread: Spread) -> _Route:

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from shardlib.engine.ops._rows import Row
+from shardlib.engine._torch import schema_of
+from shardlib.engine.ops._rows import Call, Meta, Row, rule_of
 from shardlib.testing._prove import AtenCall, Claim, calls_of, claims, disprove
 from shardlib.testing.ops import Sample, database, samples_of
 from tests.engine.ops.cases import CASES
@@ -48,6 +49,23 @@ def test_rows_on_an_axis_of_three():
 def test_rows_for_pytorchs_ops(part: int):
     """Numbers stand for slices of the database, which takes seconds to import."""
     assert [false for name in database()[part::20] for false in _false(samples_of(name), (2, 3))] == []
+
+
+@pytest.mark.parametrize("kernel", ["flash_attention_for_cpu", "efficient_attention", "flash_attention"])
+def test_attention_with_dropout_is_not_split(kernel: str):
+    """Each rank's kernel would draw by local index from the same state: its heads would share the masks of others."""
+    op = getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}").default
+    operand, names = Meta((2, 4, 6, 8), torch.float16), ("query", "key", "value")
+    outputs = (operand, *[None] * (len(schema_of(op).returns) - 1))
+    rule = rule_of(op)
+    assert rule is not None
+
+    def rows(dropout: float) -> list[Row]:
+        values = {argument.name: argument.default_value for argument in schema_of(op).arguments}
+        return list(rule.rows(Call(op, values | {"dropout_p": dropout}, names, (operand,) * 3, outputs, size=2)))
+
+    assert rows(0.1) == []
+    assert len(rows(0.0)) > 1
 
 
 _ADD, _SUM, _EXP = torch.ops.aten.add.Tensor, torch.ops.aten.sum.dim_IntList, torch.ops.aten.exp.default

@@ -43,8 +43,8 @@ def attention(call: Call) -> Iterator[Row]:
     roles = _roles(call.op)
     by_name = dict(zip(call.names, call.inputs, strict=True))
     query, key = by_name["query"], by_name["key"]
-    if call.values.get("dropout_p") and _on_cpu(call):
-        return  # on one device all heads share one random draw, which draws per rank would not reproduce
+    if call.values.get("dropout_p"):
+        return  # kernels draw by local index, so that ranks, which share one generator's state, would repeat masks
     yield _row(call, roles, 0, shared_kv=False)
     yield _row(call, roles, 1, shared_kv=key.shape[1] == 1 and query.shape[1] > 1)
     if 1 < key.shape[1] < query.shape[1] and key.shape[1] % call.size:
