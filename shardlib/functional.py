@@ -102,7 +102,7 @@ def functional(
     mesh: Any,
     rules: RulesLike | None = None,
     *,
-    transforms: Sequence[Transform] = (),
+    transforms: Transform | Sequence[Transform] = (),
     engine: str = "torch",
 ) -> tuple[Apply, dict[str, Any]]:
     """Return `(apply, params)` of a single-device module, sharded by rules, on either engine.
@@ -111,7 +111,7 @@ def functional(
         model: a module. On torch it is sharded in place, on JAX it is copied.
         mesh: "dp=2,tp=2", or a mesh of the engine.
         rules: as of `shard_model`.
-        transforms: functions from plan to plan.
+        transforms: a function from plan to plan, or several, applied in order.
         engine: "torch" or "jax".
 
     Returns:

@@ -40,7 +40,7 @@ def plan(
     mesh: MeshLike,
     rules: RulesLike | None = None,
     *,
-    transforms: Sequence[Transform] = (),
+    transforms: Transform | Sequence[Transform] = (),
     example: Any = None,
 ) -> Plan:
     """Return the layout of every tensor of a model on a mesh, in each phase; nothing is sharded, no process needed.
@@ -53,7 +53,7 @@ def plan(
         mesh: a `DeviceMesh`, or a shape such as "dp=8,tp=4".
         rules: a `Rules`, a mapping of patterns to layouts, or the name or path of a layout file; by default the layout
             that `layouts.for_model` finds.
-        transforms: functions from plan to plan, applied in order.
+        transforms: a function from plan to plan, or several, applied in order.
         example: the batch of one data rank, as a tuple of arguments, a mapping of keyword arguments or one tensor. If
             it is given, forward and backward run on fake tensors, and the plan reports every collective, every op whose
             inputs must be all-gathered, and the peak of memory.

@@ -80,7 +80,7 @@ def check_layouts(
     mesh: MeshLike | Mesh,
     rules: RulesLike | None = None,
     *,
-    transforms: Sequence[Transform] = (),
+    transforms: Transform | Sequence[Transform] = (),
     example: Any,
 ) -> LayoutReport:
     """Type the forward of a model, with the layouts of rules, on a mesh of any size; only the host device is needed.

@@ -37,7 +37,7 @@ def compile_model(
     mesh: Mesh,
     rules: RulesLike | None = None,
     *,
-    transforms: Sequence[Transform] = (),
+    transforms: Transform | Sequence[Transform] = (),
     example: Any = None,
     matmul_precision: str | None = "highest",
 ) -> tuple[Compiled, Arrays]:
@@ -51,7 +51,7 @@ def compile_model(
         mesh: a JAX mesh, as from `make_mesh`.
         rules: a `Rules`, a mapping of patterns to layouts, or the name or path of a layout file; by default what
             `layouts.for_model` finds.
-        transforms: functions from plan to plan; `zero(1)`, `zero(2)`, `zero(3)`, `fsdp()`, `hsdp()` and
+        transforms: a function from plan to plan, or several; `zero(1)`, `zero(2)`, `zero(3)`, `fsdp()`, `hsdp()` and
             `precision("bf16")` are shardings and dtypes here. A master copy is the array itself, in float32, which is
             rounded where the model uses it.
         example: a global batch: a tuple of arguments, a mapping of keyword arguments, or one tensor. With it the graph

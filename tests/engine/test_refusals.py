@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import shardlib as sl
@@ -568,3 +570,28 @@ def test_a_compiled_step_of_shards(ranks, mesh: str, transforms: Any):
         "during each step, and a graph cannot follow that. Call optimizer.step() itself; torch's fused and foreach "
         "kernels update many tensors in a call."
     }
+
+
+def _wrap_what_is_sharded() -> None:
+    mesh = sl.mesh("dp=2,tp=2")
+    model = sl.shard_model(_mlp(), mesh, RULES, transforms=sl.zero(2))
+    before = {name: id(parameter) for name, parameter in model.named_parameters()}
+    for name, wrap in {
+        "DistributedDataParallel": nn.parallel.DistributedDataParallel,
+        "DataParallel": nn.DataParallel,
+        "fully_shard (or replicate)": fully_shard,
+    }.items():
+        assert _message(ShardingError, lambda wrap=wrap: wrap(model)) == (
+            f"{name} was given a model that shard_model has sharded. Train the model itself, without a wrapper: its "
+            "gradients are averaged over the data axes when backward() returns, and transforms=sl.zero(2), sl.fsdp() "
+            "and others shard it further. Where a trainer wraps models, use the one in shardlib.integrations."
+        )
+    assert {name: id(parameter) for name, parameter in model.named_parameters()} == before
+    # What torch asks of every module is answered as on one device.
+    assert not FullyShardedDataParallel.fsdp_modules(model)
+    assert not FullyShardedDataParallel.fsdp_modules(copy.deepcopy(model))
+    nn.parallel.DistributedDataParallel(_mlp(), device_mesh=mesh["dp"])
+
+
+def test_torch_may_not_wrap_what_is_sharded(ranks):
+    ranks(4).run(_wrap_what_is_sharded)

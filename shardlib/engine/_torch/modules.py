@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib
 import sys
 import types
 import weakref
@@ -43,6 +44,12 @@ private(
     without="statistics would be those of one rank's examples",
 )
 private(
+    "torch.distributed._composable.contract.REGISTRY_KEY",
+    why="to let fully_shard and replicate ask before they change a sharded model",
+    without="they would shard it a second time, without an error on some meshes",
+    optional=True,
+)
+private(
     "torch.Tensor._make_wrapper_subclass",
     "torch._C._disabled_torch_function_impl",
     why="to return an output that is all-gathered when it is read",
@@ -74,6 +81,7 @@ __all__ = [
     "go_through",
     "no_torch_function",
     "own_tensors",
+    "refuse_composition",
     "registered_tensors",
     "replace_conversion",
     "set_compiled_call",
@@ -86,6 +94,8 @@ __all__ = [
 ]
 
 BatchNorm = torch.nn.modules.batchnorm._BatchNorm
+# Its package has a function of the same name.
+_REGISTRY = getattr(importlib.import_module("torch.distributed._composable.contract"), "REGISTRY_KEY", None)
 no_torch_function: Any = torch._C._disabled_torch_function_impl
 wrapper_subclass: Any = torch.Tensor._make_wrapper_subclass
 M = TypeVar("M", bound=torch.nn.Module)
@@ -94,6 +104,26 @@ M = TypeVar("M", bound=torch.nn.Module)
 watch_new_parameters = torch.nn.modules.module.register_module_parameter_registration_hook
 watch_new_modules = torch.nn.modules.module.register_module_module_registration_hook
 watch_new_buffers = torch.nn.modules.module.register_module_buffer_registration_hook
+
+
+class _Applied(dict[str, Any]):
+    """torch's registry of what was applied to a module: `fully_shard` and `replicate` look for "fully_shard" in it."""
+
+    def __init__(self, refuse: Callable[[str], None]) -> None:
+        super().__init__()
+        self._refuse = refuse
+
+    def __contains__(self, name: object) -> bool:
+        if name == "fully_shard":
+            self._refuse("fully_shard (or replicate)")
+        return super().__contains__(name)
+
+
+def refuse_composition(module: torch.nn.Module, refuse: Callable[[str], None]) -> Callable[[], None]:
+    """Let `fully_shard(module)` and `replicate(module)` call `refuse`, which raises; return the undo."""
+    if _REGISTRY is not None:
+        vars(module)[_REGISTRY] = _Applied(refuse)
+    return functools.partial(vars(module).pop, _REGISTRY or "", None)
 
 
 def watch_copies(hook: Callable[[torch.nn.Module], None]) -> Callable[[], None]:

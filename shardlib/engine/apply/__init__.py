@@ -32,6 +32,7 @@ from shardlib.engine.apply.install import install_modules
 from shardlib.engine.apply.parameters import casting, install_param_runtime
 from shardlib.engine.apply.rank_plan import RankPlan
 from shardlib.engine.apply.shard import shard_tensors
+from shardlib.engine.apply.wrappers import refuse_wrappers
 from shardlib.engine.comparison import Check, check_choice
 from shardlib.engine.compile import check_backend
 from shardlib.engine.lost import naming_lost_ranks
@@ -290,6 +291,7 @@ def apply_plan(
             global_batch_norm=global_batch_norm,
         )
         allow_copies(model, shard_again, installed)
+        refuse_wrappers(model, installed)
     optimizer.watch_optimizers(sharded.replaced)
     keep(model, record)
     refuse_additions(model, record)

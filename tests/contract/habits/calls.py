@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from tests.contract.declare import (
@@ -1182,6 +1185,31 @@ def subclass_of_tensor_as_input(run: Run, model: Any):
     x = nn.Parameter(run.batch())
     model(x).square().sum().backward()
     return run.rows(x.grad)
+
+
+_WRAPPED = "was given a model that shard_model has sharded."
+
+
+@refused("all", _WRAPPED)
+def wrap_in_ddp(run: Run, model: Any):
+    """Wrap the model in `DistributedDataParallel`."""
+    nn.parallel.DistributedDataParallel(model)
+    return run.trained(model)
+
+
+@refused("all", _WRAPPED)
+def wrap_in_data_parallel(run: Run, model: Any):
+    """Wrap a module that contains the model in `DataParallel`."""
+    nn.DataParallel(nn.Sequential(model))
+    return run.trained(model)
+
+
+@refused("all", _WRAPPED)
+def fully_shard_a_block(run: Run, model: Any):
+    """Give a block to torch's `fully_shard`."""
+    ranks = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+    fully_shard(model.blocks[0], mesh=ranks)
+    return run.trained(model)
 
 
 def set_train_and_eval(run: Run, model: Any):
