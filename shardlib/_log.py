@@ -12,7 +12,7 @@ from typing import TextIO
 
 from shardlib.errors import InputError, nearest
 
-__all__ = ["erase_bar", "is_terminal", "log", "set_up", "timed"]
+__all__ = ["erase_bar", "is_first_rank", "is_terminal", "log", "set_up", "timed"]
 
 _VARIABLE = "SHARDLIB_LOG"
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
@@ -45,6 +45,13 @@ def is_terminal(stream: TextIO | None) -> bool:
         return stream is not None and stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
     except ValueError:  # it is closed
         return False
+
+
+def is_first_rank() -> bool:
+    """Return whether this is rank 0, or a process without ranks: the one that tells a person what all ranks know."""
+    import torch.distributed as dist
+
+    return (dist.get_rank() if dist.is_available() and dist.is_initialized() else int(os.environ.get("RANK", "0"))) == 0
 
 
 def erase_bar() -> None:

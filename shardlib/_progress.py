@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import os
 import sys
 import threading
 import time
@@ -15,7 +14,7 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from shardlib._log import is_terminal, log
+from shardlib._log import is_first_rank, is_terminal, log
 
 if TYPE_CHECKING:
     import rich.progress
@@ -150,14 +149,8 @@ def _may_draw() -> bool:
         threading.current_thread() is threading.main_thread()
         and log.level <= logging.INFO
         and (bool(_displays) or is_terminal(sys.stderr))
-        and _rank() == 0
+        and is_first_rank()
     )
-
-
-def _rank() -> int:
-    import torch.distributed as dist
-
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else int(os.environ.get("RANK", "0"))
 
 
 def _stop(display: rich.progress.Progress) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
@@ -10,7 +11,7 @@ from pathlib import Path
 
 from torch import nn
 
-from shardlib._log import log
+from shardlib._log import is_first_rank, log
 from shardlib._mesh import MeshShape
 from shardlib.errors import RuleError, nearest, warn
 from shardlib.rules import Rules, register_tensor_mode
@@ -23,6 +24,7 @@ from shardlib.rules.suggest import complete, suggest
 __all__ = ["SuggestedLayoutWarning", "available", "for_model", "load"]
 
 _HERE = Path(__file__).resolve().parent
+_MOST_LINES = 12  # of rules in a warning
 
 
 class SuggestedLayoutWarning(UserWarning):
@@ -96,11 +98,10 @@ def for_model(model: nn.Module, mode: str | None = None) -> Rules:
             "adapters are added, and pass them: they then shard the adapters too."
         )
     rules = _in_mode(suggest(model), mode)
-    warn(
+    _say_suggested(
         f"There is no layout file for {type(model).__module__}.{type(model).__qualname__} and it carries no plan. "
-        "These rules were suggested from its modules; `shardlib init` writes them to a file to be "
-        f"checked:\n{rules.to_toml()}",
-        SuggestedLayoutWarning,
+        "These rules were suggested from its modules; `shardlib init` writes them to a file to be checked",
+        rules.to_toml().splitlines(),
     )
     return rules
 
@@ -110,13 +111,20 @@ def _completed_plan(model: nn.Module) -> Rules:
     plan = Rules.from_tp_plan(model)
     rules = plan if has_adapters(model) else complete(plan, model)
     if added := [f'"{key}": {rules.notes[key]}' for key in rules.rules if key not in plan.rules]:
-        warn(
+        _say_suggested(
             f"The tp_plan of {type(model).__module__}.{type(model).__qualname__} leaves out some of its layers. "
-            "Rules for these were suggested; `shardlib init` writes rules for the whole model to a file to be "
-            "checked:\n" + "\n".join(added),
-            SuggestedLayoutWarning,
+            "Rules for these were suggested; `shardlib init` writes rules for the whole model to a file to be checked",
+            added,
         )
     return rules
+
+
+def _say_suggested(what: str, lines: Sequence[str]) -> None:
+    """Warn on the first rank of suggested rules, and show the first of them."""
+    if is_first_rank():
+        more = len(lines) - _MOST_LINES
+        rest = f"\n... and {more} more lines: print(shardlib.layouts.for_model(model).to_toml())" if more > 0 else ""
+        warn(f"{what}:\n" + "\n".join(lines[:_MOST_LINES]) + rest, SuggestedLayoutWarning)
 
 
 def _in_mode(rules: Rules, mode: str | None) -> Rules:

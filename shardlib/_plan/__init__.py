@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardlib._plan.experts import expert_rows
-from shardlib._plan.make import RulesLike, Transform, as_rules, plan
+from shardlib._plan.make import RulesLike, Transform, as_rules, plan, say_absent_axes
 from shardlib._plan.memory import Blocks, Memory
 from shardlib._plan.movements import (
     Movement,
@@ -46,6 +46,7 @@ __all__ = [
     "plan",
     "reshards_after_forward",
     "rows_by_name",
+    "say_absent_axes",
     "state_update",
     "unit_of",
 ]

@@ -19,7 +19,7 @@ from shardlib.errors import PlanError
 from shardlib.rules import Rules, Stage, TensorLayout
 from shardlib.rules.stages import Weigh, read_stages, resolve_stages
 
-__all__ = ["RulesLike", "Transform", "as_rules", "plan"]
+__all__ = ["RulesLike", "Transform", "as_rules", "plan", "say_absent_axes"]
 
 RulesLike = Rules | Mapping[str, Any] | str | Path
 Transform = Callable[[Plan], Plan]
@@ -76,8 +76,9 @@ def plan(
         repeated=find_repeated(model),
         stages=stages,
     )
+    lacking = say_absent_axes(rule_set, shape)
     idle = [
-        f'Axis "{axis}" ({shape[axis]} ranks) shards nothing: no rule of this model names it.'
+        f'Axis "{axis}" ({shape[axis]} ranks) shards nothing: no rule of this model names it.{lacking}'
         for axis in made.idle_axes
     ]
     made = made.replace(notes=(*made.notes, *idle))
@@ -102,6 +103,12 @@ def as_rules(rules: RulesLike) -> Rules:
         f"Rules were given as {type(rules).__name__}; give shardlib.Rules, a mapping from patterns to layouts, or the "
         "name or path of a layout file."
     )
+
+
+def say_absent_axes(rules: Rules | None, mesh: MeshShape) -> str:
+    """Return a sentence about the axes that rules name and a mesh lacks; an empty string if there are none."""
+    absent = [f'"{axis}"' for axis in (() if rules is None else rules.axis_names) if axis not in mesh]
+    return f" The rules name {', '.join(absent)}, which the mesh lacks: use one name in both." if absent else ""
 
 
 def _find_stages(rules: Rules, model: nn.Module, mesh: MeshShape, weigh: Weigh | None) -> tuple[Stage, ...]:

@@ -22,6 +22,7 @@ from typing import Literal, TypeAlias, get_args
 import torch
 
 from shardlib._mesh import MeshShape
+from shardlib._plan.readable import aligned, human_bytes
 from shardlib._plan.rows import Row
 from shardlib._plan.schedules import splits_backward
 from shardlib._plan.step import Step
@@ -35,6 +36,7 @@ __all__ = [
     "Purpose",
     "StateShapes",
     "Traffic",
+    "TrafficTable",
     "like_parameter",
     "movements_of",
     "needs_owner",
@@ -135,7 +137,29 @@ class Traffic:
     times: int = 1
 
 
-def sum_up(movements: Iterable[Movement]) -> tuple[Traffic, ...]:
+class TrafficTable(tuple[Traffic, ...]):
+    """What one rank sends in a training step; prints as a table.
+
+    >>> print(TrafficTable([Traffic("gradients", "all_reduce", ("dp",), 49152, 4)]))
+    what       collective  over  tensors  times     bytes
+    gradients  all_reduce  dp          4      1  48.0 KiB
+    """
+
+    columns = "what", "collective", "over", "tensors", "times", "bytes"
+
+    def cells(self) -> list[list[str]]:
+        """Return the rows of the table, below `columns`."""
+        return [
+            [each.what, each.kind, ",".join(each.axes), str(each.tensors), str(each.times), human_bytes(each.bytes)]
+            for each in self
+        ]
+
+    def __str__(self) -> str:
+        sums = [["total", "", "", "", "", human_bytes(sum(each.bytes for each in self))]] if len(self) > 1 else []
+        return aligned([list(self.columns), *self.cells(), *sums], left=3) if self else "nothing is sent"
+
+
+def sum_up(movements: Iterable[Movement]) -> TrafficTable:
     """Sum up the bytes of movements by purpose, collective and axes."""
     total: dict[tuple[Purpose, str, tuple[str, ...], int], tuple[int, int]] = {}
     for one in movements:
@@ -145,7 +169,7 @@ def sum_up(movements: Iterable[Movement]) -> tuple[Traffic, ...]:
                 sent, tensors = total.get(key, (0, 0))
                 total[key] = sent + one.times * step.bytes, tensors + 1
     summed = (Traffic(*key[:3], sent, tensors, key[3]) for key, (sent, tensors) in total.items())
-    return tuple(sorted(summed, key=lambda each: _ORDER.index(each.what)))
+    return TrafficTable(sorted(summed, key=lambda each: _ORDER.index(each.what)))
 
 
 def reshards_after_forward(row: Row, step: Step) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from os import PathLike
@@ -11,6 +12,7 @@ from pathlib import Path
 from shardlib._mesh import MeshShape
 from shardlib._plan import pictures, text
 from shardlib._plan.fold import Folded
+from shardlib._plan.readable import human_bytes
 from shardlib._plan.rows import PHASES, Row
 from shardlib._plan.table import PlanTable
 from shardlib.layout import Layout
@@ -25,10 +27,17 @@ _STYLE = """
   vertical-align: top; border-bottom: 1px solid #e3e6ec } .shardlib th { border-bottom: 2px solid #9aa3b2 }
 .shardlib code, .shardlib td:first-child { font-family: ui-monospace, monospace; font-size: 13px }
 .shardlib .number { text-align: right; white-space: nowrap }
-.shardlib .pictures { display: flex; flex-wrap: wrap; gap: 18px }
-.shardlib figure { margin: 0; max-width: 250px } .shardlib figcaption { font-size: 12px; overflow-wrap: anywhere }
+.shardlib figure { margin: 0; width: 170px } .shardlib figcaption { font-size: 12px; overflow-wrap: anywhere }
+.shardlib .shards td:first-child { max-width: 230px; overflow-wrap: anywhere }
+.shardlib .keys span { white-space: nowrap; margin-right: 8px } .shardlib .keys i { display: inline-block;
+  width: 10px; height: 10px; margin-right: 3px }
+.shardlib .bar { display: flex; width: 640px; max-width: 100%; height: 26px; margin: 6px 0 }
+.shardlib .bar div { overflow: hidden; white-space: nowrap; padding: 3px 0 0 4px; font-size: 12px;
+  box-sizing: border-box }
 """.strip()
-_SIDE = 200.0  # pixels, of a picture's longer side
+_SIDE, _SMALL = 200.0, 150.0  # pixels, of a picture's longer side, by itself and in the table of the page
+_MOST_KEYS = 16  # shards whose labels do not fit in a picture and stand below it
+_COLOURS = {"parameters": "#8db7e8", "gradients": "#f2b38f", "state": "#a9d6a0", "buffers": "#d9c6ec"}
 _MOST_PIECES = 256  # a picture of more shards than this is unreadable
 _MOST_NAMES = 3  # tensors in one caption
 _LETTER = 6.5, 14.0  # pixels that a letter of a label takes
@@ -48,12 +57,12 @@ def body(plan: PlanTable) -> str:
         f"<style>{_STYLE}</style>",
         f"<h1>{escape(text.headline(plan))}</h1>",
         f"<p>{escape(text.memory_line(plan))}</p>",
+        _memory_bar(plan),
         *(f"<p>{escape(note)}</p>" for note in plan.notes),
         *_pipeline(plan),
-        "<h2>Local shards</h2>",
-        f'<div class="pictures">{"".join(_figures(groups, plan.mesh))}</div>',
         *(f"<h2>{escape(title)}</h2>\n{_table(columns, rows)}" for title, columns, rows in text.tables(plan)),
         f"<p>{escape(text.step_line(plan))}</p>",
+        *_shards(groups, plan.mesh),
     ]
     return '<div class="shardlib">\n' + "\n".join(parts) + "\n</div>"
 
@@ -64,7 +73,19 @@ def _pipeline(plan: PlanTable) -> Iterator[str]:
         yield f"<h2>What ranks do when</h2><div>{pictures.drawn(pictures.times(plan))}</div>"
 
 
-def picture(layout: Layout, global_shape: Sequence[int], mesh: MeshShape) -> str:
+def _memory_bar(plan: PlanTable) -> str:
+    """Draw what the largest rank holds, to scale."""
+    memory = plan.memory()
+    held = {name: size for name in _COLOURS if (size := getattr(memory, name))}
+    parts = (
+        f'<div title="{name} {human_bytes(size)}" style="width:{100 * size / memory.total:.2f}%;'
+        f'background:{_COLOURS[name]}">{name} {human_bytes(size)}</div>'
+        for name, size in held.items()
+    )
+    return f'<div class="bar">{"".join(parts)}</div>'
+
+
+def picture(layout: Layout, global_shape: Sequence[int], mesh: MeshShape, *, side: float = _SIDE) -> str:
     """Draw a tensor and the local shards of ranks as SVG; at most two dims, preferring those that are sharded.
 
     Each colour is one local shard, labelled with its coordinate where that fits; of a fused dim it is several
@@ -73,7 +94,7 @@ def picture(layout: Layout, global_shape: Sequence[int], mesh: MeshShape) -> str
     axes = {axis: size for axis, size in mesh.items() if axis in layout.axes and size > 1}
     dims = drawn_dims(layout, len(global_shape))
     size = [global_shape[dim] for dim in dims]
-    width, height = _box(size)
+    width, height = _box(size, side)
     frame = f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:g}" height="{height:g}" role="img">'
     border = f'<rect width="{width:g}" height="{height:g}" fill="none" stroke="#1c2330"/>'
     pieces = mesh.only(tuple(axes)).world_size if axes else 1
@@ -87,38 +108,60 @@ def picture(layout: Layout, global_shape: Sequence[int], mesh: MeshShape) -> str
     return f"{frame}{''.join(shapes)}{border}</svg>"
 
 
-def _figures(groups: Iterable[Folded[Row]], mesh: MeshShape) -> Iterator[str]:
-    """Iterate over the figures, one for each combination of global shape and layouts."""
+def _shards(groups: Iterable[Folded[Row]], mesh: MeshShape) -> Iterator[str]:
+    """Iterate over the parts of the section of pictures: a row for each combination of global shape and layouts, a
+    column for each phase. Phases side by side with one layout share a picture."""
+    rows = list(_rows(groups, mesh))
+    if rows:
+        head = "".join(f"<th>{title}</th>" for title in ("tensor", *PHASES))
+        yield "<h2>Local shards</h2>"
+        yield (
+            "<p>Each colour is one local shard. Its label is the place in the mesh of the ranks that hold it; the "
+            "pointer shows it too. Dim 0 goes down, dim 1 to the right. A picture below several phases is that of all "
+            "of them.</p>"
+        )
+        yield f'<table class="shards"><tr>{head}</tr>\n' + "\n".join(rows) + "\n</table>"
+
+
+def _rows(groups: Iterable[Folded[Row]], mesh: MeshShape) -> Iterator[str]:
     shown: dict[tuple[tuple[int, ...], tuple[Layout, ...]], list[str]] = {}
     for group in groups:
         if any(layout.axes for layout in group.first.layouts.values()):
             key = (group.first.global_shape, tuple(group.first.layouts.values()))
             shown.setdefault(key, []).append(group.title)
     for (shape, layouts), titles in shown.items():
-        for phases, layout in _by_layout(layouts).items():
-            more = f" and {len(titles) - _MOST_NAMES} more" if len(titles) > _MOST_NAMES else ""
-            caption = f"<b>{escape(', '.join(titles[:_MOST_NAMES]))}{more}</b><br><code>{escape(str(layout))}</code>"
-            facts = escape(f"{', '.join(phases)}; global shape {tuple(shape)}{_replicated_on(layout, mesh)}")
-            yield f"<figure>{picture(layout, shape, mesh)}<figcaption>{caption}<br>{facts}</figcaption></figure>"
+        more = f" and {len(titles) - _MOST_NAMES} more" if len(titles) > _MOST_NAMES else ""
+        cells = [f"<td>{escape(', '.join(titles[:_MOST_NAMES]))}{more}<br>{tuple(shape)}</td>"]
+        for layout, same in itertools.groupby(layouts):
+            cells.append(f'<td colspan="{len(list(same))}">{_figure(layout, shape, mesh)}</td>')
+        yield f"<tr>{''.join(cells)}</tr>"
 
 
-def _by_layout(layouts: Sequence[Layout]) -> dict[tuple[str, ...], Layout]:
-    phases: dict[Layout, list[str]] = {}
-    for phase, layout in zip(PHASES, layouts, strict=False):
-        phases.setdefault(layout, []).append(phase)
-    return {tuple(names): layout for layout, names in phases.items()}
+def _figure(layout: Layout, shape: Sequence[int], mesh: MeshShape) -> str:
+    drawing = picture(layout, shape, mesh, side=_SMALL)
+    caption = f"<code>{escape(str(layout))}</code>{_replicated_on(layout, mesh)}"
+    return f"<figure>{drawing}<figcaption>{caption}{_keys(drawing)}</figcaption></figure>"
+
+
+def _keys(drawing: str) -> str:
+    """List the colours of a picture in which labels do not fit."""
+    shards = re.findall(r'<g fill="([^"]*)"[^>]*><title>([^<]*)</title>', drawing)
+    if all(f">{name}</text>" in drawing for _, name in shards) or not 1 < len(shards) <= _MOST_KEYS:
+        return ""
+    keys = "".join(f'<span><i style="background:{colour}"></i>{name}</span>' for colour, name in shards)
+    return f'<div class="keys">{keys}</div>'
 
 
 def _replicated_on(layout: Layout, mesh: MeshShape) -> str:
     axes = [axis for axis, size in mesh.items() if size > 1 and axis not in layout.axes]
-    return f"; the same on every rank of {', '.join(axes)}" if axes else ""
+    return f"<br>the same on every rank of {escape(', '.join(axes))}" if axes else ""
 
 
-def _box(size: Sequence[int]) -> tuple[float, float]:
+def _box(size: Sequence[int], side: float) -> tuple[float, float]:
     """Return width and height in pixels; dim 0 goes down, and each side has a minimum."""
     rows, columns = (size[0] if size else 1), (size[1] if len(size) > 1 else 1)
     longest = max(rows, columns, 1)
-    return max(_SIDE * columns / longest, 40.0), max(_SIDE * rows / longest, 40.0)
+    return max(side * columns / longest, 40.0), max(side * rows / longest, 40.0)
 
 
 def _piece(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["human_bytes", "human_count"]
+__all__ = ["aligned", "human_bytes", "human_count"]
 
 
 def human_bytes(n: int) -> str:
@@ -31,3 +31,20 @@ def _three_digits(n: int, step: int, units: Sequence[str]) -> str:
         value, power = value / step, power + 1
     digits = 0 if power == 0 or value >= 99.95 else 1 if value >= 9.995 else 2
     return f"{value:.{digits}f} {units[power]}"
+
+
+def aligned(rows: Sequence[Sequence[str]], *, left: int) -> str:
+    """Format rows as aligned columns, the first `left` of them to the left.
+
+    >>> print(aligned([["a", "bytes"], ["total", "12"]], left=1))
+    a      bytes
+    total     12
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if i < left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )

@@ -14,7 +14,7 @@ from shardlib._plan.movements import (
     Movement,
     Optimizer,
     StateShapes,
-    Traffic,
+    TrafficTable,
     like_parameter,
     movements_of,
     needs_owner,
@@ -152,10 +152,8 @@ class PlanTable:
         every = movements_of(rows, self.mesh, self.units, self.step, holders=holders, optimizer=optimizer, state=state)
         return tuple(every)
 
-    def traffic(
-        self, *, optimizer: Optimizer = "elementwise", state: StateShapes = like_parameter
-    ) -> tuple[Traffic, ...]:
-        """Sum up the bytes that one rank sends in a training step, by purpose and collective.
+    def traffic(self, *, optimizer: Optimizer = "elementwise", state: StateShapes = like_parameter) -> TrafficTable:
+        """Sum up the bytes that one rank sends in a training step, by purpose and collective; prints as a table.
 
         On a mesh with a pipeline axis, the result is for the rank of that axis that sends most. For the arguments see
         `movements`.

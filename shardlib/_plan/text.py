@@ -247,12 +247,8 @@ def _caused(report: DryRun) -> dict[str, tuple[str, ...]]:
 
 
 def _traffic(plan: PlanTable) -> Part:
-    rows = [
-        [each.what, each.kind, ",".join(each.axes), str(each.tensors), str(each.times), human_bytes(each.bytes)]
-        for each in plan.traffic()
-    ]
-    columns = ["what", "collective", "over", "tensors", "times", "bytes"]
-    return "Sent by one rank in a training step, for parameters, gradients and state", columns, rows
+    sent = plan.traffic()
+    return "Sent by one rank in a training step, for parameters, gradients and state", list(sent.columns), sent.cells()
 
 
 def _collectives(report: DryRun, whose: str = "") -> Part:

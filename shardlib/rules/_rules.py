@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -16,6 +17,7 @@ from shardlib._mesh import MeshLike, MeshShape
 from shardlib.errors import RuleError, nearest
 from shardlib.layout import Dim
 from shardlib.rules import _report, foreign, logical, toml
+from shardlib.rules._claims import axes_named
 from shardlib.rules._layouts import AxisUse, axis_use
 from shardlib.rules._match import Entry, border_key
 from shardlib.rules._modes import changes_of, check_modes
@@ -275,6 +277,16 @@ class Rules:
     def axis_uses(self) -> dict[str, AxisUse]:
         """The parsed `axes`."""
         return {name: axis_use(given) for name, given in self.axes.items()}
+
+    @cached_property
+    def axis_names(self) -> tuple[str, ...]:
+        """The mesh axes that these rules name, in order.
+
+        >>> Rules({"up": "colwise", "down": "out in@model"}).axis_names
+        ('tp', 'model')
+        """
+        each = (axes_named(entry, self.axis_uses, self.axis) for entry in self.entries)
+        return tuple(dict.fromkeys(itertools.chain.from_iterable(each)))
 
     @cached_property
     def dim_names(self) -> dict[str, None]:

@@ -475,10 +475,16 @@ def _idle_axis() -> list[str]:
 
 
 def test_a_model_axis_that_no_rule_names(ranks):
-    assert ranks(2).run(_idle_axis)[0] == [
+    warned, silent = ranks(2).run(_idle_axis)
+    assert warned == [
         'No rule shards anything over the model axis "model" of mesh "model=2": its 2 ranks compute the same. Name it '
-        "in a rule, or make it a data axis."
+        'in a rule, or make it a data axis. The rules name "tp", which the mesh lacks: use one name in both.'
     ]
+    assert silent == []
+    assert sl.plan(_mlp(), "model=2", RULES).notes == (
+        'Axis "model" (2 ranks) shards nothing: no rule of this model names it. The rules name "tp", which the mesh '
+        "lacks: use one name in both.",
+    )
 
 
 def _forgotten_root() -> list[str]:

@@ -416,18 +416,42 @@ def test_a_schedule_is_drawn_to_scale():
     ]
 
 
-def test_captions_name_tensors_phases_and_ranks_that_hold_the_same():
+def test_a_tensor_has_a_row_of_pictures_with_a_column_for_each_phase():
     page = (_net() | sl.zero(1))._repr_html_()
-    captions = [re.sub(r"<[^>]*>", "|", each) for each in re.findall(r"<figcaption>(.*?)</figcaption>", page)]
-    assert captions == [
-        "|embed.weight|||vocab@tp embed||stored, compute, grad; global shape (6, 4); the same on every rank of dp",
-        "|embed.weight|||vocab@(tp,dp) embed||state; global shape (6, 4)",
-        "|blocks.{0-1}.weight x2|||out@tp in||stored, compute, grad; global shape (4, 4); the same on every rank of dp",
-        "|blocks.{0-1}.weight x2|||out@tp in@dp||state; global shape (4, 4)",
-        "|blocks.{0-1}.bias x2|||out@tp||stored, compute, grad, state; global shape (4,); the same on every rank of dp",
-        "|norm.weight, norm.bias|||_||stored, compute, grad; global shape (4,); the same on every rank of dp, tp",
-        "|norm.weight, norm.bias|||_@dp||state; global shape (4,); the same on every rank of tp",
-    ]
+    page = re.sub(r'<div class="keys">.*?</div>', "", page.replace("<br>", " "))
+    tables = ElementTree.fromstring(page).findall("table")
+    assert [table.get("class") for table in tables] == [None, None, None, "shards"]  # the plan comes first
+    head, *rows = tables[-1].findall("tr")
+    assert ["".join(cell.itertext()) for cell in head] == ["tensor", "stored", "compute", "grad", "state"]
+    shown = []
+    for row in rows:
+        name, *cells = row
+        captions = ["".join(cell.find("figure/figcaption").itertext()) for cell in cells]
+        shown.append(("".join(name.itertext()), *zip((cell.get("colspan") for cell in cells), captions, strict=True)))
+    on_dp, on_tp = "the same on every rank of dp", "the same on every rank of tp"
+    assert shown == [
+        ("embed.weight (6, 4)", ("3", f"vocab@tp embed {on_dp}"), ("1", "vocab@(tp,dp) embed")),
+        ("blocks.{0-1}.weight x2 (4, 4)", ("3", f"out@tp in {on_dp}"), ("1", "out@tp in@dp")),
+        ("blocks.{0-1}.bias x2 (4,)", ("4", f"out@tp {on_dp}")),
+        ("norm.weight, norm.bias (4,)", ("3", f"_ {on_dp}, tp"), ("1", f"_@dp {on_tp}")),
+    ]  # fmt: skip
+
+
+def test_the_page_draws_memory_to_scale():
+    plan = _net() | sl.zero(1)
+    page, memory = plan._repr_html_(), plan.memory()
+    bar = dict(re.findall(r'<div title="(\w+) [^"]*" style="width:([\d.]+)%', page))
+    assert {name: float(share) for name, share in bar.items()} == {
+        name: pytest.approx(100 * getattr(memory, name) / memory.total, abs=0.01)
+        for name in ("parameters", "gradients", "state", "buffers")
+    }
+
+
+def test_labels_that_do_not_fit_stand_below_the_picture():
+    plan = sl.plan(nn.Linear(64, 2, bias=False), "dp=2,tp=8", {"weight": "out in@tp"})
+    assert re.findall(r"<i style=[^>]*></i>([^<]*)", plan._repr_html_()) == [f"tp={i}" for i in range(8)]
+    plan = sl.plan(nn.Linear(64, 2, bias=False), "dp=2,tp=4", {"weight": "out in@tp"})
+    assert "<i style" not in plan._repr_html_()  # each stands in its shard
 
 
 def test_a_picture_with_too_many_pieces_says_how_many():

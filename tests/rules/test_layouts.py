@@ -138,11 +138,20 @@ def test_without_either_a_suggestion_is_made_and_said_aloud() -> None:
         rules = layouts.for_model(model)
     assert rules == suggest(model)
     (warning,) = caught
+    lines = rules.to_toml().splitlines()
     assert str(warning.message) == (
         "There is no layout file for tests.rules.zoo.Tiny and it carries no plan. These rules were suggested from its "
-        f"modules; `shardlib init` writes them to a file to be checked:\n{rules.to_toml()}"
+        "modules; `shardlib init` writes them to a file to be checked:\n" + "\n".join(lines[:12]) + f"\n... and "
+        f"{len(lines) - 12} more lines: print(shardlib.layouts.for_model(model).to_toml())"
     )
     assert warning.filename == __file__
+
+
+def test_of_all_ranks_one_says_what_was_suggested(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert layouts.for_model(on_meta(Tiny)) == suggest(on_meta(Tiny))
 
 
 def test_two_files_for_one_class_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardlib._plan import Row
+from shardlib._log import is_first_rank
+from shardlib._plan import Row, say_absent_axes
 from shardlib.engine import _torch, agree, lost, offload, transport
 from shardlib.engine.apply.rank_plan import RankPlan
 from shardlib.engine.comparison import StepComparison
@@ -151,11 +152,12 @@ def _refuse_what_ops_cut_otherwise(rank_plan: RankPlan, row: Row) -> None:
 
 
 def warn_of_idle_axes(rank_plan: RankPlan) -> None:
-    """Warn of a model axis that splits no tensor: its ranks all compute the same."""
-    for axis in rank_plan.plan.idle_axes:
+    """Warn on the first rank of a model axis that splits no tensor: its ranks all compute the same."""
+    lacking = say_absent_axes(rank_plan.plan.rules, rank_plan.shape)
+    for axis in rank_plan.plan.idle_axes if is_first_rank() else ():
         warn(
             f'No rule shards anything over the model axis "{axis}" of mesh "{rank_plan.shape}": its '
-            f"{rank_plan.shape[axis]} ranks compute the same. Name it in a rule, or make it a data axis.",
+            f"{rank_plan.shape[axis]} ranks compute the same. Name it in a rule, or make it a data axis.{lacking}",
         )
 
 
