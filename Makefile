@@ -100,10 +100,12 @@ $(VENV)/.core: pyproject.toml $(CONSTRAINTS) | $(VENV)/bin/python
 	$(PIP) --editable .
 	touch $@
 
-# torchvision's packages name a torch build of their own; without dependencies it takes the one that is there.
+# torchvision's packages name a torch build of their own; without dependencies it takes the one that is there. Where it
+# was built for another one, its models run all the same once it can be imported, and transformers imports it.
 $(VENV)/.dev: $(VENV)/.core
 	$(PIP) --no-deps torchvision
 	$(PIP) --editable '.[dev,jax]' pillow
+	$(BIN)/python -c 'import torchvision' 2>/dev/null || $(BIN)/python tests/torchvision_on_cpu.py
 	touch $@
 
 # The same versions of everything but torch, and of torchvision, which comes in a version for each of torch's.

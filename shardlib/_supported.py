@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import re
-
-import torch
+import sys
 
 from shardlib.errors import VersionError, warn
 
@@ -23,6 +23,18 @@ def release(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
 
 
+def _installed() -> str:
+    """Return the version of torch; it is not imported for that, unless nothing else tells."""
+    if "torch" not in sys.modules:
+        try:
+            return importlib.metadata.version("torch")
+        except importlib.metadata.PackageNotFoundError:  # it was built in place
+            pass
+    import torch
+
+    return torch.__version__
+
+
 def _check(version: str) -> None:
     found = release(version)
     oldest, newest = (".".join(map(str, known)) for known in (OLDEST, NEWEST))
@@ -38,4 +50,4 @@ def _check(version: str) -> None:
         )
 
 
-_check(torch.__version__)
+_check(_installed())

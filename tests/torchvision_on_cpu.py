@@ -2,12 +2,16 @@
 
 Its Python models need none of the C++ operators, but importing it registers fake kernels for two of them and fails
 where they do not exist. Naming them first is enough. Importable on ranks of the pool, in a test, and, through
-`tests/at_start`, by scripts that know nothing of it.
+`tests/at_start`, by scripts that know nothing of it. Run as a script, it lets torchvision in at every start of this
+environment's Python: `make` does so where it needs it.
 """
 
 from __future__ import annotations
 
+import shutil
 import sys
+import sysconfig
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -45,3 +49,15 @@ def import_torchvision() -> ModuleType:
     import torchvision
 
     return torchvision
+
+
+def install(folder: Path) -> None:
+    """Let torchvision in at every start of a Python that reads this folder for packages."""
+    shutil.copyfile(__file__, folder / Path(__file__).name)
+    (folder / "torchvision_on_cpu.pth").write_text(
+        "import torchvision_on_cpu; torchvision_on_cpu.let_torchvision_in()\n"
+    )
+
+
+if __name__ == "__main__":
+    install(Path(sysconfig.get_path("purelib")))

@@ -9,6 +9,7 @@ typed names nothing. `run` ends as the first host that fails does.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import sys
 import warnings
@@ -16,10 +17,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Literal
 
-from shardlib.cli import census, commands, environment, migrate, run
-from shardlib.cli.models import FORMS, UsageError
+from shardlib.cli import census, run
+from shardlib.cli.usage import FORMS, UsageError, version
 from shardlib.errors import MeshError, ShardlibError
-from shardlib.layouts import SuggestedLayoutWarning
 
 __all__ = ["main"]
 
@@ -36,11 +36,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     2
     """
     options = _parser().parse_args(argv)
+    # What commands need is imported once they are known: `--help`, `--version` and completion do not wait for torch.
+    from shardlib.layouts import SuggestedLayoutWarning
+
+    module, name = options.run.split(".")
+    command = getattr(importlib.import_module(f"shardlib.cli.{module}"), name)
     with warnings.catch_warnings():
         warnings.showwarning = _warn  # type: ignore[assignment]
         warnings.simplefilter("default", SuggestedLayoutWarning)
         try:
-            return options.run(options)
+            return int(command(options))
         except ShardlibError as error:
             _report(error, as_json=options.json)
             return 2 if isinstance(error, UsageError | MeshError) else 1
@@ -59,7 +64,7 @@ def _report(error: ShardlibError, *, as_json: bool) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="shardlib", description=__doc__.splitlines()[0] if __doc__ else None)
-    versions = f"shardlib {environment.version('shardlib')}, torch {environment.version('torch')}"
+    versions = f"shardlib {version('shardlib')}, torch {version('torch')}"
     parser.add_argument("--version", action="version", version=versions)
     with suppress(ImportError):  # of an extra
         import shtab
@@ -68,11 +73,11 @@ def _parser() -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(
         required=True, metavar="{init,check,plan,explain,prove,census,run,migrate,doctor}"
     )
-    _add_plan(_command(subparsers, "plan", commands.plan, "show the layout of every tensor of a model on a mesh"))
-    _add_check(_command(subparsers, "check", commands.check, "check whether a layout file fits a model", "?"))
-    _add_prove(_command(subparsers, "prove", commands.prove, "train sharded and on one device, and compare everything"))
-    _add_explain(_command(subparsers, "explain", commands.explain, "show which rule decides about a tensor or module"))
-    _add_init(_command(subparsers, "init", commands.init, "write a first layout file for a model"))
+    _add_plan(_command(subparsers, "plan", "show the layout of every tensor of a model on a mesh"))
+    _add_check(_command(subparsers, "check", "check whether a layout file fits a model", "?"))
+    _add_prove(_command(subparsers, "prove", "train sharded and on one device, and compare everything"))
+    _add_explain(_command(subparsers, "explain", "show which rule decides about a tensor or module"))
+    _add_init(_command(subparsers, "init", "write a first layout file for a model"))
     _add_census(subparsers)
     _add_run(subparsers)
     _add_migrate(subparsers)
@@ -80,13 +85,11 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _command(
-    subparsers: Any, name: str, run: object, help: str, models: Literal["?"] | None = None
-) -> argparse.ArgumentParser:
+def _command(subparsers: Any, name: str, help: str, models: Literal["?"] | None = None) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = subparsers.add_parser(name, help=help, description=help)
     parser.add_argument("model", nargs=models, help=_MODEL)
     parser.add_argument("--json", action="store_true", help="print JSON, errors too")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=f"commands.{name}")
     return parser
 
 
@@ -139,7 +142,7 @@ def _add_census(subparsers: Any) -> None:
     summary = "prove every architecture of an installed library: tiny, sharded, one training step beside one device"
     parser = subparsers.add_parser("census", help=summary, description=summary)
     census.add_options(parser)
-    parser.set_defaults(run=census.census)
+    parser.set_defaults(run="census.census")
 
 
 def _add_run(subparsers: Any) -> None:
@@ -147,21 +150,23 @@ def _add_run(subparsers: Any) -> None:
     # No abbreviations: --host is one of --hostfile.
     parser = subparsers.add_parser("run", help=summary, description=summary, allow_abbrev=False)
     run.add_options(parser)
-    parser.set_defaults(run=run.run, json=False)
+    parser.set_defaults(run="run.run", json=False)
 
 
 def _add_doctor(subparsers: Any) -> None:
     summary = "say what is installed, what is missing for which feature, and what is known to be wrong with it"
     parser = subparsers.add_parser("doctor", help=summary, description=summary)
     parser.add_argument("--json", action="store_true", help="print JSON, errors too")
-    parser.set_defaults(run=commands.doctor)
+    parser.set_defaults(run="commands.doctor")
 
 
 def _add_migrate(subparsers: Any) -> None:
     summary = "rewrite the imports of scripts for ColossalAI and fairscale, and list what is left"
     parser = subparsers.add_parser("migrate", help=summary, description=summary)
-    migrate.add_options(parser)
-    parser.set_defaults(run=migrate.migrate)
+    parser.add_argument("paths", nargs="+", metavar="PATH", help="a script, or a folder: all Python files in it")
+    parser.add_argument("--write", action="store_true", help="write the files; without it, print what would change")
+    parser.add_argument("--json", action="store_true", help="print JSON, errors too")
+    parser.set_defaults(run="migrate.migrate")
 
 
 def _add_check(parser: argparse.ArgumentParser) -> None:

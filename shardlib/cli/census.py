@@ -10,8 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardlib._mesh import MeshShape
-from shardlib.cli.models import UsageError
+from shardlib.cli.usage import UsageError
 from shardlib.errors import InputError, nearest
 
 if TYPE_CHECKING:
@@ -44,6 +43,8 @@ def census(options: argparse.Namespace) -> int:
         from shardlib.testing import census
     except ImportError as error:
         raise UsageError(f"`shardlib census` needs {error.name}: pip install 'shardlib[testing]'.") from error
+    from shardlib._mesh import MeshShape
+
     meshes = [str(MeshShape.of(mesh)) for mesh in options.mesh or census.MESHES]
     results = census.run(
         _chosen(options), options.output, meshes=meshes, seconds=options.seconds, report=_printer(options.json)

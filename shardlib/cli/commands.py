@@ -18,7 +18,8 @@ from shardlib._mesh import MeshShape
 from shardlib._plan import Plan
 from shardlib._plan.text import plain
 from shardlib.cli import environment, inputs, on_jax
-from shardlib.cli.models import UsageError, load_model
+from shardlib.cli.models import load_model
+from shardlib.cli.usage import UsageError
 from shardlib.engine import dryrun
 from shardlib.errors import ShardlibError, nearest
 from shardlib.rules import Coverage, Rules

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import os
 import platform
 import re
 import socket
 import sys
+import warnings
 from datetime import timedelta
 from typing import Any
 
@@ -16,23 +18,23 @@ import torch.distributed as dist
 
 from shardlib._store import listening_store
 from shardlib._supported import NEWEST, release
+from shardlib.cli.usage import MISSING, cause_of, version
 
-__all__ = ["environment", "text", "version"]
+__all__ = ["environment", "text"]
 
-# What a user wants to do, and the extra that it needs.
+# What a user wants to do, the extra that it needs, and a module whose import shows that it works.
 _FEATURES = {
-    "proofs and tests": "testing",
-    "models of transformers": "hf",
-    "LoRA": "lora",
-    "JAX": "jax",
-    "TensorBoard": "tensorboard",
-    "Orbax checkpoints": "orbax",
-    "shell completion": "completion",
+    "proofs and tests": ("testing", "shardlib.testing.strategies"),
+    "models of transformers": ("hf", "transformers.models.llama.modeling_llama"),
+    "LoRA": ("lora", "peft"),
+    "JAX": ("jax", "shardlib.jax"),
+    "TensorBoard": ("tensorboard", "torch.utils.tensorboard"),
+    "Orbax checkpoints": ("orbax", "tensorstore"),
+    "shell completion": ("completion", "shtab"),
 }
 _PYTHON = (3, 11)  # tested
 _PACKAGES = ("shardlib", "transformers", "safetensors", "jax", "peft", "numpy")
 _HOSTS = ("127.0.0.1", "::1", "localhost")
-_MISSING = "not installed"
 
 
 def environment() -> dict[str, Any]:
@@ -48,7 +50,7 @@ def environment() -> dict[str, Any]:
         "devices": _devices(),
         "backends": _backends(),
         "packages": {name: version(name) for name in _PACKAGES},
-        "features": {feature: _feature(extra) for feature, extra in _FEATURES.items()},
+        "features": {feature: _feature(*needs) for feature, needs in _FEATURES.items()},
         "threads": {
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "not set"),
             "torch": torch.get_num_threads(),
@@ -130,23 +132,23 @@ def _backends() -> dict[str, bool]:
     }
 
 
-def version(package: str) -> str:
-    """Return the version of an installed package."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return _MISSING
-
-
-def _feature(extra: str) -> str:
-    """Say whether what an extra of this package requires is installed, and what to install if not."""
+def _feature(extra: str, module: str) -> str:
+    """Say whether what an extra of this package requires is installed and can be imported, and what to do if not."""
     try:
         required = importlib.metadata.requires("shardlib") or []
     except importlib.metadata.PackageNotFoundError:
         return "unknown: shardlib runs from a folder and is not installed"
     of_extra = [re.split(r"[^\w.-]", each)[0] for each in required if re.search(rf"extra == .{extra}\b", each)]
-    missing = [name for name in of_extra if version(name) == _MISSING]
-    return f"needs {', '.join(missing)}: pip install 'shardlib[{extra}]'" if missing else "ready"
+    missing = [name for name in of_extra if version(name) == MISSING]
+    if missing:
+        return f"needs {', '.join(missing)}: pip install {' '.join(missing)}"
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            importlib.import_module(module)
+    except Exception as error:  # whatever a package raises where it does not fit the others
+        return f"installed, and `import {module}` fails: {cause_of(error)}."
+    return "ready"
 
 
 def _known() -> list[str]:

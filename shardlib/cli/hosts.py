@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO
 
 from shardlib.cli import on_host
-from shardlib.cli.models import UsageError
+from shardlib.cli.usage import UsageError
 from shardlib.errors import nearest, printable
 
 __all__ = ["chosen", "is_this_machine", "run_on"]

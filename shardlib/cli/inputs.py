@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from shardlib._mesh import MeshShape
-from shardlib.cli.models import UsageError
+from shardlib.cli.usage import UsageError
 from shardlib.engine._torch import pytree
 from shardlib.errors import nearest
 

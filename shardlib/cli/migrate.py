@@ -15,10 +15,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from shardlib.cli.models import UsageError
 from shardlib.cli.rewrite import Rewritten, rewrite
+from shardlib.cli.usage import UsageError
 
-__all__ = ["add_options", "migrate"]
+__all__ = ["migrate"]
 
 _BOM = b"\xef\xbb\xbf"
 
@@ -32,13 +32,6 @@ class _File(NamedTuple):
     @property
     def changes(self) -> bool:
         return self.before != self.after.text
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `shardlib migrate`."""
-    parser.add_argument("paths", nargs="+", metavar="PATH", help="a script, or a folder: all Python files in it")
-    parser.add_argument("--write", action="store_true", help="write the files; without it, print what would change")
-    parser.add_argument("--json", action="store_true", help="print JSON, errors too")
 
 
 def migrate(options: argparse.Namespace) -> int:

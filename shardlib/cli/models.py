@@ -19,19 +19,12 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
+from shardlib.cli.usage import FORMS, UsageError, cause_of
 from shardlib.errors import ShardlibError, nearest
 
-__all__ = ["FORMS", "UsageError", "load_model"]
+__all__ = ["load_model"]
 
-FORMS = (
-    "module:factory, file.py:factory or package.module.Class (called without arguments), a Hugging Face folder or "
-    "config.json, or a .safetensors file, its .index.json, or a folder that holds one"
-)
 _INDEX = ".safetensors.index.json"
-
-
-class UsageError(ShardlibError):
-    """The command line names something that is not there."""
 
 
 def load_model(spec: str, device: str = "meta") -> nn.Module:
@@ -70,7 +63,7 @@ def _from_config(path: Path, device: str) -> nn.Module:
     try:
         config = transformers.AutoConfig.from_pretrained(path.parent if path.name == "config.json" else path)
     except ImportError as error:
-        raise UsageError(f'"{path}": transformers is installed and cannot be used: {error}') from error
+        raise UsageError(f'"{path}": transformers is installed and cannot be used: {cause_of(error)}.') from error
     except (OSError, ValueError, KeyError) as error:
         raise UsageError(f'"{path}" is not a Hugging Face configuration: {error}') from error
     classes = (getattr(transformers, name, None) for name in config.architectures or ())

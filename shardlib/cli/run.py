@@ -7,10 +7,8 @@ import os
 import sys
 from pathlib import Path
 
-import torch
-
 from shardlib.cli import hosts
-from shardlib.cli.models import UsageError
+from shardlib.cli.usage import UsageError
 
 __all__ = ["add_options", "run"]
 
@@ -64,6 +62,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _torchrun(options: argparse.Namespace, nodes: list[str]) -> list[str]:
+    import torch  # what it shows of devices is all that needs it here, and `--help` does not wait for it
+
     processes = options.nproc_per_node or max(torch.accelerator.device_count(), 1)
     script = [*(["-m"] if options.module else []), options.script, *options.arguments]
     launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}"]

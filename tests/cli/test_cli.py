@@ -432,6 +432,16 @@ def test_usage_is_explained(arguments: list[str], code: int, capsys: pytest.Capt
     assert (out + err).startswith("usage: shardlib ")
 
 
+@pytest.mark.parametrize("typed", ["--help", "--version", "plan --help", "--print-completion bash"])
+def test_what_says_only_how_to_type_does_not_wait_for_torch(typed: str):
+    probe = (
+        "import sys\nfrom shardlib.cli import main\ntry:\n    main(sys.argv[1:])\nexcept SystemExit:\n"
+        "    assert not {'torch', 'numpy', 'rich'} & set(sys.modules), sorted(sys.modules)"
+    )
+    run = subprocess.run([sys.executable, "-c", probe, *typed.split()], capture_output=True, text=True)
+    assert run.returncode == 0 and run.stdout, run.stderr
+
+
 def test_it_says_its_version(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as ended:
         main(["--version"])

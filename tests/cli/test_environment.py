@@ -50,11 +50,27 @@ def test_a_package_that_is_not_there_and_a_place_where_nobody_can_meet(monkeypat
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     facts = environment.environment()
     assert facts["packages"] == {"no-such-package": "1.0"}
-    assert facts["features"]["LoRA"] == "needs peft: pip install 'shardlib[lora]'"
+    assert facts["features"]["LoRA"] == "needs peft: pip install peft"
     assert set(facts["features"].values()) == {facts["features"]["LoRA"], "ready"}
     assert f"Python {platform.python_version()} is not tested; 3.10 is." in facts["known"]
     assert any(text.startswith("OMP_NUM_THREADS is not set") for text in facts["known"])
     assert facts["ranks_can_meet"] == dict.fromkeys(("127.0.0.1", "::1", "localhost"), "no way in")
+
+
+def test_what_cannot_be_imported_is_not_ready(monkeypatch):
+    def refuse(name: str) -> None:
+        if name.startswith("transformers"):
+            raise ImportError("Could not import module") from RuntimeError("operator torchvision::nms does not exist")
+
+    monkeypatch.setattr(environment.importlib, "import_module", refuse)
+    features = environment.environment()["features"]
+    assert features["LoRA"] == "ready"
+    assert features["models of transformers"] == (
+        "installed, and `import transformers.models.llama.modeling_llama` fails: RuntimeError: operator "
+        "torchvision::nms does not exist. This torchvision was built for another torch. Install both from one index, "
+        "as in `pip install --index-url https://download.pytorch.org/whl/cpu torch torchvision`, or uninstall "
+        "torchvision."
+    )
 
 
 def test_devices_are_told_with_name_and_memory(monkeypatch):

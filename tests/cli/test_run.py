@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from shardlib.cli import hosts, main, on_host
-from shardlib.cli.models import UsageError
+from shardlib.cli.usage import UsageError
 from tests.house.source import ROOT
 
 # Does what ssh does as far as `shardlib run` relies on it, and keeps what it was called with. A host called "gone"

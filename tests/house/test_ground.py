@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests import torchvision_on_cpu
 from tests.conftest import slowest_files
 
 
@@ -23,6 +27,13 @@ def test_functions_of_a_test_module_run_on_ranks(ranks):
 
 def test_torchvision_models_run_beside_the_cpu_build_of_torch(torchvision: ModuleType):
     assert torchvision.models.resnet18(num_classes=10)(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
+
+
+def test_an_environment_in_which_torchvision_was_let_in_imports_it(tmp_path: Path):
+    torchvision_on_cpu.install(tmp_path)
+    script = f"import site; site.addsitedir({str(tmp_path)!r}); import torchvision.models"
+    run = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
 
 
 def test_theslowest_files_come_first():
