@@ -6,7 +6,9 @@ Ranks that make different groups wait for each other until the process group tim
 from __future__ import annotations
 
 import contextlib
+import inspect
 import weakref
+from collections.abc import Iterator
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -14,11 +16,38 @@ from torch.distributed.constants import default_pg_timeout
 
 from shardlib.errors import MeshError, by_rank
 
-__all__ = ["ranks_ask_for", "tell_of"]
+__all__ = ["importing", "ranks_ask_for", "tell_of"]
 
 _PATIENCE = timedelta(seconds=5)  # for ranks that differ to say what they ask for, and to read what others do
 
+_imports = False
 _comparisons: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+
+
+@contextlib.contextmanager
+def importing() -> Iterator[None]:
+    """Refuse meshes inside the block, in which a rank of a test pool imports what a function needs.
+
+    Each rank imports a file once, at the first call that needs it: ranks that have imported it do not take part.
+    """
+    global _imports
+    _imports = True
+    try:
+        yield
+    finally:
+        _imports = False
+
+
+def _refuse_at_import(mesh: str) -> None:
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_name != "<module>":
+        frame = frame.f_back
+    where = "a file" if frame is None else f'"{frame.f_code.co_filename}", line {frame.f_lineno}'
+    raise MeshError(
+        f"Rank {dist.get_rank()} was importing {where}, which asks for mesh {mesh} at its top level. A rank imports "
+        "the files of the functions and classes that it is given, and each rank at another time. Put what makes a mesh "
+        'and trains below `if __name__ == "__main__":`, or the model and its rules into a file of their own.'
+    )
 
 
 def ranks_ask_for(mesh: str, timeout: timedelta | None) -> None:
@@ -28,6 +57,8 @@ def ranks_ask_for(mesh: str, timeout: timedelta | None) -> None:
         mesh: the mesh that this rank asks for, as text.
         timeout: the time to wait for ranks that have not asked yet; by default half an hour.
     """
+    if _imports:
+        _refuse_at_import(mesh)
     if (comparison := _Comparison.next()) is None:
         return
     comparison.say(mesh)
@@ -47,6 +78,8 @@ def ranks_ask_for(mesh: str, timeout: timedelta | None) -> None:
 
 def tell_of(mesh: str) -> None:
     """Tell the other ranks which mesh this rank asks for, before it raises an error: they need not wait for it."""
+    if _imports:
+        _refuse_at_import(mesh)
     if (comparison := _Comparison.next()) is not None:
         comparison.say(mesh)
         comparison.texts(mesh)

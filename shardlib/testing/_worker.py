@@ -139,7 +139,10 @@ class _Rank:
         self.begun_ns, self.call = time.time_ns(), call
         try:
             after.enter_context(self._process_group(call))
-            fn, args, kwargs = _carry.load(work)
+            from shardlib._same_mesh import importing
+
+            with importing():
+                fn, args, kwargs = _carry.load(work)
             self.clean.seed()  # now: a module that this rank alone had to import may have drawn
             return _result(fn(*args, **kwargs), fn, call)
         except BaseException as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import runpy
 import shutil
 import sys
@@ -38,16 +37,6 @@ def test_the_line_forgotten_by_hand_is_found_and_mending_it_is_proved(
     )
     assert "the sum of what the ranks of tp hold is right: a reduction over tp is missing" in forgotten
     assert str(parallelized.prove(mended=True)).startswith("equivalent to a single device")
-
-
-def test_the_ten_lines_of_the_readme_prove_its_model(pytester: pytest.Pytester):
-    """On fewer meshes than a reader's, drawn alike each time: of one axis and of two, of data and of model."""
-    blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
-    model = blocks[0][: blocks[0].index("torch.manual_seed(0)")]
-    (proof,) = [block for block in blocks if "assert_equivalent" in block]
-    assert proof.count("max_examples=20") == 1
-    pytester.makepyfile(test_mine=f"{model}\n{proof.replace('max_examples=20', 'max_examples=6')}")
-    pytester.runpytest_inprocess("-p", "no:cacheprovider").assert_outcomes(passed=1)
 
 
 @pytest.fixture(scope="module")

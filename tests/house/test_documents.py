@@ -26,8 +26,6 @@ DOCUMENTS = [
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 _LINK = re.compile(r"\]\((?!https?://|#)([^)#\s]+)")
-_FIRST = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-_README = _FIRST.findall((ROOT / "README.md").read_text())[0]
 _NAMES = {name: getattr(shardlib, name) for name in shardlib.__all__}
 _OURS = {n: v for n, v in _NAMES.items() if getattr(v, "__module__", v.__name__).startswith("shardlib")}
 
@@ -86,19 +84,14 @@ def test_a_name_of_testing_has_a_docstring_and_stands_in_its_document(name: str)
     assert f"`{name}`" in (ROOT / "docs" / "testing.md").read_text()
 
 
-def test_the_first_block_of_the_readme_is_a_script_for_one_process(monkeypatch: pytest.MonkeyPatch):
-    """Here; on four ranks it ran above."""
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
-    exec(compile(_README, "README.md", "exec"), {"__name__": "__main__"})
-
-
 @pytest.mark.deep
 @pytest.mark.parametrize("processes", [1, 4])
-def test_the_first_block_of_the_readme_is_a_script_that_python_and_torchrun_start(processes: int, tmp_path: Path):
-    script = tmp_path / "train.py"
-    script.write_text(_README)
+def test_the_script_of_the_readme_is_one_that_python_and_torchrun_start(processes: int, tmp_path: Path):
+    for name, body in read_page(ROOT / "README.md").files.items():
+        (tmp_path / name).write_text(body)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "4"] if processes == 4 else []
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    run = subprocess.run([sys.executable, *launcher, script], capture_output=True, text=True, env=environment)
+    command = [sys.executable, *launcher, tmp_path / "train.py"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    run = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert run.returncode == 0, run.stderr
+    assert run.stdout.count("Plan on ") == 1 and run.stdout.count("step 2: loss 0.085074") == 1

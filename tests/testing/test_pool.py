@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import shardlib as sl
+from shardlib.errors import MeshError
 from shardlib.testing._pool import HangError, RankDied, RankError, Ranks
 from shardlib.testing._pool import ranks as own_pool
 from shardlib.testing._standing import Standing, explain
@@ -167,6 +168,28 @@ def test_ranks_draw_alike_whichever_has_to_import_what_draws(
     one = importlib.import_module("draws").one
     drawn = ranks(2).run(one) + ranks(4).run(one)
     assert drawn == [drawn[0]] * 6
+
+
+def test_a_file_that_makes_a_mesh_when_ranks_import_it_is_named(
+    ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Ranks that had imported it before would not take part: the mesh is refused before any rank waits for another."""
+    mesh = 'import os\nimport shardlib as sl\nsl.mesh("dp=-1" if "RANK" in os.environ else "dp=1")\n'
+    (tmp_path / "trains_at_once.py").write_text(f"{mesh}def one():\n    return 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(sl, "mesh", lambda shape: None)  # this process needs no group
+    one = importlib.import_module("trains_at_once").one
+    for size in (2, 4):
+        with pytest.raises(MeshError) as caught:
+            ranks(size).run(one)
+        assert re.fullmatch(
+            rf'Rank \d was importing ".*/trains_at_once.py", line 3, which asks for mesh "dp={size}" on cpu at its '
+            "top level. A rank imports the files of the functions and classes that it is given, and each rank at "
+            'another time. Put what makes a mesh and trains below `if __name__ == "__main__":`, or the model and its '
+            "rules into a file of their own.",
+            str(caught.value),
+        )
 
 
 def _chosen() -> str | None:
