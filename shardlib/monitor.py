@@ -34,12 +34,13 @@ class Monitor:
     Args:
         mesh: the mesh of the model, as `shardlib.mesh` makes it.
         steps: the number of steps of the loop, for the progress bar.
+        start: the steps that were done before, of a run that is resumed; `steps` counts them too.
         every: steps between reports.
         tensorboard: a folder for TensorBoard, which needs the extra of that name; None writes none.
         write: called on rank 0 with the step and its values; by default a line is printed beside the progress bar.
 
     Raises:
-        InputError: `steps` or `every` is not positive.
+        InputError: `steps` or `every` is not positive, or `start` is more than `steps`.
         LaunchError: TensorBoard is not installed.
 
     >>> import shardlib as sl
@@ -57,23 +58,29 @@ class Monitor:
         mesh: DeviceMesh,
         steps: int,
         *,
+        start: int = 0,
         every: int = 10,
         tensorboard: str | Path | None = None,
         write: Callable[[int, dict[str, float]], Any] | None = None,
     ) -> None:
         if steps < 1 or every < 1:
             raise InputError(f"Monitor: steps={steps}, every={every} were given; give positive numbers.")
+        if not 0 <= start <= steps:
+            raise InputError(
+                f"Monitor: start={start} was given, of steps={steps}; give the steps that were done before."
+            )
         shape = MeshShape.of(mesh)
         self._groups = [mesh[axis].get_group() for axis in shape.data_axes if shape[axis] > 1]
         self._data_ranks = shape.data_ranks
         self._device = torch.device(mesh.device_type)
         self._is_first = not dist.is_initialized() or dist.get_rank() == 0
-        self._every, self._step = every, 0
+        self._every, self._step = every, start
         self._board = None
         if tensorboard is not None:
             self._board = summary_writer("Monitor(tensorboard=...)", tensorboard if self._is_first else None)
         self._write = write or _print
-        self._progress = Progress("training", unit="steps", total=steps, after=math.inf if write is not None else 0.0)
+        after = math.inf if write is not None else 0.0
+        self._progress = Progress("training", unit="steps", total=steps, done=start, after=after)
         self._begin()
 
     def step(self, *, tokens: int = 0, **values: torch.Tensor | float) -> None:
@@ -95,10 +102,10 @@ class Monitor:
 
     def _begin(self) -> None:
         self._sums: dict[str, Any] = {}
-        self._tokens, self._since = 0, time.perf_counter()
+        self._tokens, self._reported, self._since = 0, self._step, time.perf_counter()
 
     def _report(self) -> None:
-        seconds = time.perf_counter() - self._since
+        count, seconds = self._step - self._reported, time.perf_counter() - self._since
         numbers = [*self._sums.values(), torch.tensor(float(self._tokens), dtype=torch.float64, device=self._device)]
         total, most = torch.stack(numbers), torch.tensor(float(peak_bytes()), device=self._device)
         for group in self._groups:
@@ -107,8 +114,8 @@ class Monitor:
             dist.all_reduce(most, dist.ReduceOp.MAX)
         if self._is_first:
             *sums, tokens = total.tolist()
-            values = {name: each / self._every / self._data_ranks for name, each in zip(self._sums, sums, strict=True)}
-            values["steps_per_second"] = self._every / seconds
+            values = {name: each / count / self._data_ranks for name, each in zip(self._sums, sums, strict=True)}
+            values["steps_per_second"] = count / seconds
             if tokens:
                 values["tokens_per_second"] = tokens / seconds
             values["peak_gib"] = most.item() / 2**30

@@ -52,6 +52,20 @@ def test_a_norm_of_sharded_gradients_is_the_global_one(ranks):
     assert first == pytest.approx(second)
 
 
+def test_a_run_that_is_resumed_counts_on():
+    """Its first report is of the steps since it was resumed."""
+    written: list[tuple[int, float]] = []
+    with Monitor(
+        sl.mesh("dp=1"), 8, start=3, every=2, write=lambda s, values: written.append((s, values["loss"]))
+    ) as m:
+        for step in range(3, 8):
+            m.step(loss=float(step))
+        assert m._progress.done == 8
+    assert written == [(4, 3.0), (6, 4.5), (8, 6.5)]
+    with pytest.raises(InputError, match=r"start=9 was given, of steps=8; give the steps that were done before"):
+        Monitor(sl.mesh("dp=1"), 8, start=9)
+
+
 def test_a_line_is_printed_beside_the_bar(capsys: pytest.CaptureFixture[str]):
     with Monitor(sl.mesh("dp=1"), steps=2, every=1) as monitor:
         monitor.step(loss=1.5)
