@@ -22,6 +22,7 @@ from shardlib.engine._torch import flatten_with_path, pytree
 from shardlib.errors import CheckpointError, InputError, PlanError, ShardingError, ShardlibError, by_rank, warn
 
 __all__ = [
+    "batch_fingerprint",
     "batches_agree",
     "checkpoints_agree",
     "draws_agree",
@@ -164,6 +165,17 @@ def batches_agree(args: tuple[Any, ...], kwargs: Mapping[str, Any], group: dist.
         + "\nPick the batch by the rank's place on the data axes alone, for example with "
         'DistributedSampler(dataset, num_replicas=mesh["dp"].size(), rank=mesh["dp"].get_local_rank()).'
     )
+
+
+@_torch.no_modes()
+def batch_fingerprint(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
+    """Return a checksum of a batch; None for one without a tensor of several values, and in a trace or a transform of
+    `torch.func`, whose tensors have none."""
+    try:
+        values = [tensor for tensor in _tensors_of(args, kwargs).values() if tensor.numel() > 1]
+        return zlib.crc32(repr([fingerprint(tensor) for tensor in values]).encode()) if values else None
+    except (RuntimeError, NotImplementedError, TypeError):
+        return None
 
 
 def warn_of_unequal_rows(rows: int | None, group: dist.ProcessGroup | None, axes: str) -> None:

@@ -7,11 +7,13 @@ batch and of the tensors that several of them hold whole. A difference raises on
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -22,9 +24,9 @@ from shardlib.engine import agree, batchnorm, exact
 from shardlib.engine.executor import Executor
 from shardlib.engine.params import ParamState, local_of
 from shardlib.engine.schedule import Updates
-from shardlib.errors import InputError
+from shardlib.errors import InputError, warn
 
-__all__ = ["Check", "StepComparison", "check_choice"]
+__all__ = ["Check", "SameBatches", "StepComparison", "check_choice"]
 
 Check = bool | Literal["always"]
 
@@ -37,6 +39,54 @@ def check_choice(check: Check) -> None:
     """
     if not (isinstance(check, bool) or check == "always"):
         raise InputError(f'check={check!r} was given; give True, False or "always".')
+
+
+_COMPARED = 2  # batches
+_numbers: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()  # of models: the same on all ranks
+
+
+class SameBatches:
+    """Warns once, on the first rank, of data ranks that train on the same batches, as without a DistributedSampler.
+
+    Each rank leaves checksums of its first batches at the job's store, and waits for no other: a forward of one rank
+    alone stays possible. The first rank reads them in a later forward, when all are there. Ranks that are given one
+    batch again and again mean to fit that batch, or warm up, and are not warned.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, axes: str) -> None:
+        world = dist.group.WORLD
+        assert world is not None
+        number = next(_numbers.setdefault(world, itertools.count()))
+        self.store = dist.PrefixStore(f"shardlib/batches/{number}", world.get_group_store())
+        self.axes, self.ranks = axes, dist.get_process_group_ranks(group)
+        self.is_over = dist.get_backend() == dist.Backend.FAKE or 0 not in self.ranks
+        self.seen: list[int] = []
+
+    def before_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Note the batch of a forward that trains, or compare those that were noted."""
+        if self.is_over or not torch.is_grad_enabled():
+            return
+        if len(self.seen) < _COMPARED:
+            mark = agree.batch_fingerprint(args, kwargs)
+            if mark is None:
+                self.is_over = True
+                return
+            self.seen.append(mark)
+            if len(self.seen) == _COMPARED:
+                self.store.set(f"of/{dist.get_rank()}", repr(self.seen))
+                self.is_over = dist.get_rank() != 0
+        elif self.store.check(keys := [f"of/{rank}" for rank in self.ranks]):
+            self.is_over = True
+            if len({self.store.get(key) for key in keys}) == 1 < len(set(self.seen)):
+                self._warn()
+
+    def _warn(self) -> None:
+        warn(
+            f'All ranks of the data axis "{self.axes}" train on the same batches: the first {_COMPARED} were equal. '
+            "Give each data rank its own examples, for example with DistributedSampler(dataset, "
+            'num_replicas=mesh["dp"].size(), rank=mesh["dp"].get_local_rank()) and sampler.set_epoch(epoch), or with '
+            'batch.chunk(mesh["dp"].size())[mesh["dp"].get_local_rank()]. check=False compares no batches.'
+        )
 
 
 @dataclass(eq=False)

@@ -144,3 +144,32 @@ def test_data_ranks_with_different_numbers_of_examples(ranks):
             'rng="exact" needs equal sizes.'
         ]
     )
+
+
+def _warned(mesh: str, seeds: str, check: Any) -> list[str]:
+    """`seeds` draws the batch of a step on a data rank."""
+    model, optimizer = _sharded(mesh, (sl.zero(2),), check)
+    data = sl.mesh(mesh)["dp"].get_local_rank()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(4):
+            _step(model, optimizer, eval(seeds, {"step": step, "data": data}))
+        if mesh == "dp=2" and dist.get_rank() == 0:
+            model(torch.ones(2, 6))  # alone it may run forward, and not wait for the others
+    return [f"{each.filename == __file__} {each.message}" for each in caught if "same batches" in str(each.message)]
+
+
+@pytest.mark.parametrize("mesh", ["dp=2", "dp=2,tp=2"])
+def test_data_ranks_that_train_on_the_same_batches(ranks, mesh: str):
+    """A warning on rank 0, once; not of other batches, nor of one batch that is fitted again and again."""
+    size = sl.MeshShape(mesh).world_size
+    first, *others = ranks(size).run(_warned, mesh, "step", True)
+    assert first == [
+        'True All ranks of the data axis "dp" train on the same batches: the first 2 were equal. Give each data rank '
+        'its own examples, for example with DistributedSampler(dataset, num_replicas=mesh["dp"].size(), '
+        'rank=mesh["dp"].get_local_rank()) and sampler.set_epoch(epoch), or with '
+        'batch.chunk(mesh["dp"].size())[mesh["dp"].get_local_rank()]. check=False compares no batches.'
+    ]
+    assert others == [[]] * (size - 1)
+    for seeds, check in (("10 * step + data", True), ("0", True), ("data", True), ("step", False)):
+        assert ranks(size).run(_warned, mesh, seeds, check) == [[]] * size

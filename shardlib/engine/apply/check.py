@@ -15,7 +15,7 @@ from shardlib._log import is_first_rank
 from shardlib._plan import Row, say_absent_axes
 from shardlib.engine import _torch, agree, lost, offload, transport
 from shardlib.engine.apply.rank_plan import RankPlan
-from shardlib.engine.comparison import StepComparison
+from shardlib.engine.comparison import SameBatches, StepComparison
 from shardlib.engine.sharded import is_sharded, record_of
 from shardlib.errors import InputError, PlanError, ShardingError, warn
 from shardlib.layout import Dim, Layout
@@ -180,10 +180,13 @@ def ranks_agree(
 def input_check(rank_plan: RankPlan, *, compare: bool, comparison: StepComparison | None = None) -> Callable[..., None]:
     """Return a hook that checks the inputs of each forward.
 
-    With `compare`, ranks with the same examples compare their first batch; with a `comparison`, they compare all that
+    With `compare`, ranks with the same examples compare their first batch, and data ranks that train on the same
+    batches are warned of; with a `comparison`, they compare all that
     it has before every forward.
     """
     pending = [compare and bool(rank_plan.model_axes)]
+    data = rank_plan.group(rank_plan.data_axes) if compare and rank_plan.pipeline_group is None else None
+    same = None if data is None else SameBatches(data, ", ".join(rank_plan.data_axes))
     device, group, axes = rank_plan.device, rank_plan.group(rank_plan.model_axes), ", ".join(rank_plan.model_axes)
 
     def check(_model: nn.Module | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -195,6 +198,8 @@ def input_check(rank_plan: RankPlan, *, compare: bool, comparison: StepCompariso
         elif pending[0]:
             pending[0] = False
             agree.batches_agree(args, kwargs, group, axes)
+        if same is not None:
+            same.before_forward(args, kwargs)
 
     return check
 
