@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tests.house.source import ROOT
 
-_FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_FENCED = re.compile(r"^```(\w*)(?: +title=\"[^\"]+\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _INDENTED = re.compile(r"(?:^ {4}\S.*\n)+", re.MULTILINE)
 _STANDS_IN = ROOT / "tests/house/bin"  # for commands of SLURM
 _SHELLS = "sh", "bash", "shell", "console"
