@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import importlib
 import sys
 import types
 import weakref
@@ -94,8 +93,10 @@ __all__ = [
 ]
 
 BatchNorm = torch.nn.modules.batchnorm._BatchNorm
-# Its package has a function of the same name.
-_REGISTRY = getattr(importlib.import_module("torch.distributed._composable.contract"), "REGISTRY_KEY", None)
+try:
+    from torch.distributed._composable.contract import REGISTRY_KEY as _REGISTRY
+except ImportError:
+    _REGISTRY = ""
 no_torch_function: Any = torch._C._disabled_torch_function_impl
 wrapper_subclass: Any = torch.Tensor._make_wrapper_subclass
 M = TypeVar("M", bound=torch.nn.Module)
@@ -121,9 +122,9 @@ class _Applied(dict[str, Any]):
 
 def refuse_composition(module: torch.nn.Module, refuse: Callable[[str], None]) -> Callable[[], None]:
     """Let `fully_shard(module)` and `replicate(module)` call `refuse`, which raises; return the undo."""
-    if _REGISTRY is not None:
+    if _REGISTRY:
         vars(module)[_REGISTRY] = _Applied(refuse)
-    return functools.partial(vars(module).pop, _REGISTRY or "", None)
+    return functools.partial(vars(module).pop, _REGISTRY, None)
 
 
 def watch_copies(hook: Callable[[torch.nn.Module], None]) -> Callable[[], None]:
