@@ -33,6 +33,7 @@ __all__ = [
     "parts_agree",
     "places_agree",
     "plans_agree",
+    "tensors_of",
     "warn_of_unequal_rows",
     "weights_agree",
     "weights_stay_equal",
@@ -155,7 +156,7 @@ def checkpoints_agree(marks: Mapping[str, int], group: dist.ProcessGroup | None)
 
 def batches_agree(args: tuple[Any, ...], kwargs: Mapping[str, Any], group: dist.ProcessGroup | None, axes: str) -> None:
     """Raise `InputError` if ranks that work on the same examples were given different batches."""
-    if (found := _differing(_tensors_of(args, kwargs), group)) is None:
+    if (found := _differing(tensors_of(args, kwargs), group)) is None:
         return
     names, shown = found
     raise InputError(
@@ -214,7 +215,8 @@ def _unequal(by_rank: Sequence[Mapping[Any, Any]]) -> list[Any]:
     return [key for key in keys if len({values.get(key) for values in by_rank}) > 1]
 
 
-def _tensors_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def tensors_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the tensors with values among arguments, by their path."""
     given = {"args": args, "kwargs": dict(kwargs)}
     return {
         f"{kind}{pytree.keystr(path)}": leaf

@@ -267,6 +267,7 @@ def apply_plan(
         if rank_plan.meets_in_modules:
             generate_together(model, installed)
         if check and is_first and not exact_random:
+            share_random_state(rank_plan.pipeline_group)
             agree_on_random_state(rank_plan.group(rank_plan.model_axes), rank_plan.random_stream)
         record = Sharded(
             plan=dataclasses.replace(rank_plan.plan, notes=rank_plan.plan.notes + float8.notes()),

@@ -180,11 +180,11 @@ def ranks_agree(
 def input_check(rank_plan: RankPlan, *, compare: bool, comparison: StepComparison | None = None) -> Callable[..., None]:
     """Return a hook that checks the inputs of each forward.
 
-    With `compare`, ranks with the same examples compare their first batch, and data ranks that train on the same
-    batches are warned of; with a `comparison`, they compare all that
-    it has before every forward.
+    With `compare`, ranks with the same examples compare their first batch, with gradients and without, and data ranks
+    that train on the same batches are warned of; with a `comparison`, they compare all that it has before every
+    forward.
     """
-    pending = [compare and bool(rank_plan.model_axes)]
+    pending = {True, False} if compare and rank_plan.model_axes else set[bool]()
     data = rank_plan.group(rank_plan.data_axes) if compare and rank_plan.pipeline_group is None else None
     same = None if data is None else SameBatches(data, ", ".join(rank_plan.data_axes))
     device, group, axes = rank_plan.device, rank_plan.group(rank_plan.model_axes), ", ".join(rank_plan.model_axes)
@@ -195,8 +195,8 @@ def input_check(rank_plan: RankPlan, *, compare: bool, comparison: StepCompariso
                 raise InputError(_wrong_device(leaf, device))
         if comparison is not None:
             comparison.before_forward(args, kwargs)
-        elif pending[0]:
-            pending[0] = False
+        elif (trains := torch.is_grad_enabled()) in pending:
+            pending.remove(trains)
             agree.batches_agree(args, kwargs, group, axes)
         if same is not None:
             same.before_forward(args, kwargs)

@@ -145,9 +145,8 @@ class RankPlan:
 
     @property
     def random_stream(self) -> int:
-        """The index of this rank's random stream: each data rank of each stage has its own."""
-        of_stage = self.shape.data_place(self.coordinate)[0]
-        return of_stage if self.stages is None else self.stages.index * self.shape.data_ranks + of_stage
+        """The index of this rank's random stream: each data rank has its own, which its stages have in common."""
+        return self.shape.data_place(self.coordinate)[0]
 
     @property
     def deferred(self) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from shardlib._plan.schedules import Action
 from shardlib.engine import _torch
 from shardlib.engine.pipeline.batch import Call
 from shardlib.engine.pipeline.route import StageBoundary, has_values, without_fakes
+from shardlib.engine.pipeline.streams import Streams
 from shardlib.engine.sharded import Sharded
 from shardlib.errors import InputError, PlanError
 
@@ -73,6 +74,7 @@ class Computation:
         factors: returns the factor of the mean loss of one row before backward, and that of a sum of counted losses.
         train: whether to run backward.
         keep_outputs: whether to keep the outputs of the last stage.
+        streams: the random streams; None where actions draw from those of the user.
         losses: the losses of the microbatches, on the last stage.
         outputs: the outputs of the model by microbatch, on the last stage.
     """
@@ -84,6 +86,7 @@ class Computation:
     factors: Callable[[], tuple[float, float]]
     train: bool
     keep_outputs: bool
+    streams: Streams | None = None
     losses: Losses = field(default_factory=Losses)
     outputs: dict[int, Any] = field(default_factory=dict)
     _saved: dict[tuple[int, int], tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]] = field(default_factory=dict)
@@ -91,6 +94,8 @@ class Computation:
 
     def run(self, action: Action, received: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Carry out an action on the tensors of the message that it needs; return those of the message to send."""
+        if self.streams is not None:
+            self.streams.begin(*action)
         return self._forward(action, received) if action.kind == "F" else self._backward(action, received)
 
     def drop(self) -> None:
@@ -109,7 +114,15 @@ class Computation:
             if self.record.pipeline is None:
                 output = self.model(*args, **kwargs)
             else:
-                output = self.record.pipeline.route.run(self.model, stage, microbatch.key, args, kwargs, received)
+                output = self.record.pipeline.route.run(
+                    self.model,
+                    stage,
+                    microbatch.key,
+                    args,
+                    kwargs,
+                    received,
+                    None if self.streams is None else functools.partial(self.streams.begin, m),
+                )
             made = [self._loss(output, microbatch)] if stage == microbatch.last else self._agreed(output, stage, m)
         if stage == microbatch.last and self.keep_outputs:
             self.outputs[m] = without_fakes(_torch.pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output))

@@ -90,6 +90,7 @@ class _Pass:
     exit: StageBoundary | None = None
     count: int = 0
     inside: bool = False
+    begin_stream: Callable[..., None] = lambda *_place: None
 
 
 class _Reached(BaseException):
@@ -133,12 +134,26 @@ class Route:
     # --- one pass -----------------------------------------------------------------------------------------------------
 
     def run(
-        self, model: nn.Module, stage: int, key: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], received: Any
+        self,
+        model: nn.Module,
+        stage: int,
+        key: Any,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        received: Any,
+        begin_stream: Callable[..., None] | None = None,
     ) -> Any:
-        """Run the forward of one stage; return the tensors that the next stage lacks, or the output of the model."""
+        """Run the forward of one stage; return the tensors that the next stage lacks, or the output of the model.
+
+        `begin_stream` begins the random stream of a place in the forward.
+        """
         known = self._known[key]
         entry, exit_ = (*known.boundaries, None)[stage : stage + 2]
-        with self._passing(_Pass(stage, known, received=received, entry=entry, exit=exit_)):
+        one = _Pass(stage, known, received=received, entry=entry, exit=exit_)
+        if begin_stream is not None:
+            begin_stream("around", 0)
+            one.begin_stream = begin_stream
+        with self._passing(one):
             return model(*args, **kwargs)
 
     @contextmanager
@@ -183,15 +198,18 @@ class Route:
         if one.exit is not None and number == one.exit.call:
             raise _Reached(self._leaving(one, one.exit, args, kwargs))
         if self._stage_of[name] != one.stage and not self._can_call(name, args, kwargs):
+            one.begin_stream("around", one.count)
             return self._elsewhere(one.known, number, name, args, kwargs)
         if one.entry is not None and number == one.entry.call:
             args, kwargs = self._entering(one, one.entry, name, args, kwargs)
         self._refuse_fakes(one, name, args, kwargs)
         one.inside = True
+        one.begin_stream("inside", number)
         try:
             return inner(*args, **kwargs)
         finally:
             one.inside = False
+            one.begin_stream("around", one.count)
 
     def _can_call(self, name: str, args: Any, kwargs: Any) -> bool:
         """Tell whether this rank can call a module of another stage itself."""

@@ -14,7 +14,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from typing import Any
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -37,6 +36,7 @@ from shardlib.engine.pipeline.batch import (
 )
 from shardlib.engine.pipeline.compute import Computation, Criterion, Losses, Microbatch
 from shardlib.engine.pipeline.route import StageBoundary
+from shardlib.engine.pipeline.streams import Streams
 from shardlib.engine.pipeline.transport import Transport
 from shardlib.engine.sharded import Sharded, record_of
 from shardlib.engine.wrapper import OptimizerWrapper
@@ -126,8 +126,27 @@ def _mark(keys: Sequence[Hashable]) -> int:
     return zlib.crc32(repr([(key, len([*same])) for key, same in itertools.groupby(keys)]).encode())
 
 
-# The models whose ranks have compared a batch.
-_compared: WeakSet[Sharded] = WeakSet()
+def _mark_of_values(call: Call) -> int | torch.Tensor:
+    """Return a number of up to 52 bits for the values of a batch, the same on every rank that was given them.
+
+    On an accelerator it is computed there, so that this rank does not wait for it.
+    """
+    tensors = sorted(agree.tensors_of(*call).items())
+    if not any(tensor.device.type != "cpu" for _, tensor in tensors):
+        return zlib.crc32(repr([(name, agree.fingerprint(tensor)) for name, tensor in tensors]).encode())
+    return torch.stack([_sum_of_bytes(tensor) for _, tensor in tensors]).sum() >> 12 & (1 << 52) - 1
+
+
+@torch.no_grad()
+def _sum_of_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a sum of the bytes of a tensor, eight at a time, with weights that depend on their place."""
+    given = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    words = nn.functional.pad(given, (0, -len(given) % 8)).view(torch.int64)
+    places = torch.arange(len(words), device=words.device)
+    return ((words ^ words >> 29) * (2 * places * _MIXING + 1)).sum()
+
+
+_MIXING = -0x61C8864680B583EB  # odd, as 2 ** 64 divided by the golden ratio
 
 
 @dataclass(frozen=True)
@@ -174,6 +193,7 @@ class Step:
         self.before: list[Aside] = []
         self.executed: list[Action] = []
         self.failure: Failure | None = None
+        self.mark_of_values: int | torch.Tensor = 0
         shape = record.plan.mesh
         coordinate = dict(zip(record.mesh.mesh_dim_names or (), record.mesh.get_coordinate() or (), strict=True))
         self.data_ranks, self.data_rank = shape.data_ranks, shape.data_place(coordinate)[0]
@@ -186,7 +206,10 @@ class Step:
         """Run the step; `size` is the number of rows of a microbatch."""
         if self.record.comparison is not None:
             self.record.comparison.before_forward((batch,), {})
+        streams = None if self.pipeline is None or self.is_dry else Streams(self.device)
         cut, failed = self._prepare(batch, microbatches, size)
+        if streams is not None:
+            streams.restore()  # boundaries are found by running forward
         meet = self._ask(cut, failed)
         if failed is not None:
             meet()
@@ -195,18 +218,24 @@ class Step:
         if self.pipeline is not None:
             timetable = self.pipeline.timetable(tuple(one.key for one in cut), self.train)
             transport, actions = Transport(self.pipeline.channels, timetable, self.device), [*timetable.own]
-        computation = Computation(self.model, self.record, cut, self.criterion, begin, self.train, self.keep_outputs)
+        computation = Computation(
+            self.model, self.record, cut, self.criterion, begin, self.train, self.keep_outputs, streams
+        )
         for shared in filter(None, self.shared):
             shared.set_accumulated_aside()
         self.before = self.reducer.put_gradients_aside() if self.train else []
         units = self.record.units
-        with self.reducer.keep() if self.train else nullcontext(), units.step() if units is not None else nullcontext():
+        with (
+            self.reducer.keep() if self.train else nullcontext(),
+            units.step() if units is not None else nullcontext(),
+            streams.step() if streams is not None else nullcontext(),
+        ):
             try:
                 self._carry_out(actions, computation, transport, begin)
             except Exception:
                 self._give_up()
                 raise
-        loss = self._finish(computation.losses)
+        loss = self._finish(computation.losses, streams)
         kept = [computation.outputs[m] for m in sorted(computation.outputs)]
         return PipelineStep(loss, joined(kept, [p.rows for p in cut]) if kept else None, tuple(self.executed))
 
@@ -221,6 +250,8 @@ class Step:
                 microbatches = self.record.plan.step.microbatches or None
             call = as_call(batch)
             self._refuse_elsewhere(call)
+            if self.pipeline is not None and not self.is_dry:
+                self.mark_of_values = _mark_of_values(call)
             return self._cut(call, batch, microbatch_sizes(rows(call), microbatches, size)), None
         except Exception as error:
             return [], error
@@ -254,27 +285,23 @@ class Step:
         are known to run the same step. The function raises `InputError` if ranks of one pipeline were given different
         batches, or if data ranks have different numbers of microbatches and modules communicate over data ranks.
         """
-        mark = _mark(tuple(one.key for one in microbatches))
-        if self.pipeline is not None and self.record not in _compared and not self.is_dry:
-            _compared.add(self.record)
-            leaves = _torch.leaves_of(*(one.call for one in microbatches))
-            prints = [agree.fingerprint(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)]
-            mark = zlib.crc32(repr(prints).encode(), mark)
-        total = sum(one.rows for one in microbatches)
-        answers = self._gather([failed is not None, self.data_rank, mark, total, len(microbatches)])
+        mark, total = _mark(tuple(one.key for one in microbatches)), sum(one.rows for one in microbatches)
+        numbers = [failed is not None, self.data_rank, mark, total, len(microbatches)]
+        answers = self._gather(numbers, self.mark_of_values)
         return lambda: self._meet(answers(), failed)
 
     def _meet(self, every: Sequence[Sequence[float]], failed: Exception | None) -> float:
         if any(row[0] for row in every):
             raise self._not_begun(failed)
         first: dict[float, int] = {}  # the first rank of each data rank
-        for rank, (_, data_rank, mark, *_) in enumerate(every):
+        for rank, (_, data_rank, mark, *_, values) in enumerate(every):
             peer = first.setdefault(data_rank, rank)
-            if every[peer][2] != mark:
+            if (every[peer][2], every[peer][-1]) != (mark, values):
                 raise InputError(
                     f"Ranks {peer} and {rank} work on the same examples, and were given different batches or "
                     "different numbers of microbatches. Pick the batch by the rank's place on the data axes alone, for "
-                    'example with DistributedSampler(dataset, mesh["dp"].size(), mesh["dp"].get_local_rank()).'
+                    'example with DistributedSampler(dataset, mesh["dp"].size(), mesh["dp"].get_local_rank()); and let '
+                    "whatever draws it draw the same on these ranks."
                 )
         counts = sorted({int(row[4]) for row in every})
         if len(counts) > 1 and self.record.meets_in_modules:
@@ -299,21 +326,26 @@ class Step:
         return agree.exchange(report, self.everyone, classes=[Action])
 
     @naming_lost_ranks("forward")
-    def _gather(self, numbers: Sequence[float]) -> Callable[[], list[Sequence[float]]]:
+    def _gather(
+        self, numbers: Sequence[float], last: float | torch.Tensor = 0.0
+    ) -> Callable[[], list[Sequence[float]]]:
         """Start to gather numbers of every rank; return a function that waits for them, in the order of the mesh.
 
-        In a dry run, where other ranks do not exist, each row is this rank's.
+        `last` is a further number, which may still be computed on the device. In a dry run, where other ranks do not
+        exist, each row is this rank's.
         """
         if self.everyone is None:
-            return lambda: [numbers]
-        sent = torch.tensor(numbers, dtype=torch.float64, device=self.device)
+            return lambda: [[*numbers, 0.0]]
+        sent = torch.tensor([*numbers, 0.0], dtype=torch.float64, device=self.device)
+        if not self.is_dry:
+            sent[-1] = last
         every = [torch.empty_like(sent) for _ in range(dist.get_world_size(self.everyone))]
         work = dist.all_gather(every, sent, group=self.everyone, async_op=True)
 
         @naming_lost_ranks("forward")
         def answers() -> list[Sequence[float]]:
             work.wait()
-            return [numbers] * len(every) if self.is_dry else [each.tolist() for each in every]
+            return [[*numbers, 0.0]] * len(every) if self.is_dry else [each.tolist() for each in every]
 
         return answers
 
@@ -389,7 +421,7 @@ class Step:
 
     # --- after --------------------------------------------------------------------------------------------------------
 
-    def _finish(self, losses: Losses) -> torch.Tensor | None:
+    def _finish(self, losses: Losses, streams: Streams | None) -> torch.Tensor | None:
         """Reduce the gradients of all ranks and return the loss.
 
         Raises:
@@ -400,7 +432,12 @@ class Step:
         reports_loss = losses.counted is not None and self.reports_loss
         sums = [1.0, 1.0] if self.is_dry else losses.sums() if reports_loss else [0.0, 0.0]
         here = [one is not None and self.reducer.has_gradient(one.param_state) for one in self.shared]
-        every = self._gather([self.failure is not None, losses.counted is True, reports_loss, *sums, *here])()
+        drew = streams is not None and streams.drew
+        wide = any(leaf.dtype is torch.float64 for leaf in self.reducer.leaves())
+        said = [self.failure is not None, losses.counted is True, reports_loss, *sums, drew, wide]
+        every = self._gather([*said, *here])()
+        if streams is not None and any(row[5] for row in every):
+            streams.advance()
         if any(row[0] for row in every):
             self._give_up()
             raise self._failed()
@@ -411,10 +448,9 @@ class Step:
             raise InputError("The counts of this step add up to zero on all ranks: there is nothing to learn from.")
         if self.train:
             counted = any(row[1] for row in every)
-            present = [any(row[5 + i] for row in every) for i in range(len(self.shared))]
+            present = [any(row[len(said) + i] for row in every) for i in range(len(self.shared))]
             self._finish_gradients(self.data_ranks / weight if counted else 1.0, present)
-        wide = any(leaf.dtype is torch.float64 for leaf in self.reducer.leaves())
-        dtype = torch.float64 if wide else torch.float32
+        dtype = torch.float64 if any(row[6] for row in every) else torch.float32
         return torch.tensor(total / weight, dtype=dtype, device=self.device) if with_loss else None
 
     def _finish_gradients(self, scale: float, present: Sequence[bool]) -> None:
