@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache, lru_cache
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -410,7 +411,8 @@ def mesh(
             long counts as lost. By default that of the process group, half an hour where torch chose it.
         **axes: names and sizes, instead of `spec`.
 
-    Every rank of the job calls it, with the same mesh, which ranks compare before they make process groups.
+    Every rank of the job calls it, with the same mesh, which ranks compare before they make process groups. A second
+    call for the same mesh, with the same timeout, returns the same one: process groups stay open as long as the job.
 
     Raises:
         MeshError: the sizes do not multiply to the number of processes; a timeout that is not positive; ranks that ask
@@ -423,6 +425,8 @@ def mesh(
     """
     limit = _checked_timeout(timeout)
     if isinstance(spec, DeviceMesh):
+        if limit is not None:
+            _stop_sharing(spec)
         _set_timeouts(spec, limit)
         return spec
     shape = MeshShape.of(spec) if spec is not None else MeshShape(**axes)
@@ -437,12 +441,28 @@ def mesh(
     _ensure_process_group(device_type, limit)
     ranks_ask_for(f'"{shape}" on {device_type}', limit)
     order = _order(shape)
-    if order is None:
-        made = init_device_mesh(device_type, shape.sizes, mesh_dim_names=shape.names)
-    else:
-        made = DeviceMesh(device_type, torch.tensor(order).view(shape.sizes), mesh_dim_names=shape.names)
-    _set_timeouts(made, limit)
-    return made
+    shared = _shared.setdefault(dist.group.WORLD, {})
+    key = (device_type, shape, order, limit)
+    if key not in shared:
+        if order is None:
+            shared[key] = init_device_mesh(device_type, shape.sizes, mesh_dim_names=shape.names)
+        else:
+            ranks = torch.tensor(order).view(shape.sizes)
+            shared[key] = DeviceMesh(device_type, ranks, mesh_dim_names=shape.names)
+    _set_timeouts(shared[key], limit)
+    return shared[key]
+
+
+# The meshes of each job by what was asked for. Each has process groups, and these have connections, which torch closes
+# with the job alone.
+_shared: WeakKeyDictionary[Any, dict[Any, DeviceMesh]] = WeakKeyDictionary()
+
+
+def _stop_sharing(made: DeviceMesh) -> None:
+    """Let later calls make another mesh, since the timeouts of this one change."""
+    shared = _shared.get(dist.group.WORLD, {})
+    for key in [key for key, each in shared.items() if each is made]:
+        del shared[key]
 
 
 def _checked_timeout(timeout: float | timedelta | None) -> timedelta | None:

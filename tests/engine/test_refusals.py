@@ -176,13 +176,17 @@ def test_ranks_with_different_first_weights(ranks):
         assert untouched
 
 
-def _other_batches() -> str:
+def _other_batches(evaluated: bool) -> str:
     model = sl.shard_model(_mlp(), "dp=2,tp=2", RULES)
+    if evaluated:
+        with torch.no_grad():
+            model(torch.ones(2, 6, dtype=torch.float64))
     return _message(InputError, lambda: model(torch.full((2, 6), float(dist.get_rank()), dtype=torch.float64)))
 
 
-def test_model_ranks_with_different_batches(ranks):
-    assert ranks(4).run(_other_batches)[3] == (
+@pytest.mark.parametrize("evaluated", [False, True])
+def test_model_ranks_with_different_batches(ranks, evaluated: bool):
+    assert ranks(4).run(_other_batches, evaluated)[3] == (
         'Ranks of the model axis "tp" work on the same examples, but were given different batches; "args[0]" '
         "differs:\n"
         "  rank 2: float64 [2, 6] [2, 2, 2, 2, ...]\n"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,21 @@ from shardlib.engine import _torch
 from shardlib.engine._torch import pytree
 from shardlib.errors import InputError
 
-__all__ = ["Call", "as_call", "as_given", "joined", "key_of", "microbatch_sizes", "refuse_unfit", "rows", "split"]
+__all__ = [
+    "Call",
+    "as_call",
+    "as_given",
+    "coincidences",
+    "joined",
+    "key_of",
+    "microbatch_sizes",
+    "places_of",
+    "refuse_unfit",
+    "rows",
+    "shown",
+    "split",
+    "tensors_by_place",
+]
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -63,6 +77,84 @@ def as_given(call: Call, batch: Any) -> Any:
     return args[0]
 
 
+def places_of(forward: Callable[..., Any], call: Call, replicate: Iterable[str | int]) -> frozenset[str]:
+    """Return the places in a call of the arguments that go with every microbatch, as `tensors_by_place` writes them.
+
+    An argument is given by its name, or its position; a value in a mapping or sequence by `name.key`.
+
+    Raises:
+        InputError: the call has no such argument.
+
+    >>> sorted(places_of(lambda x, mask, other=None: x, ((1, 2), {"other": {"w": 3}}), ["mask", "other.w"]))
+    ['.0.1', '.1.other.w']
+    """
+    positional = list(inspect.signature(forward).parameters)
+    tops = {name: f".0.{i}" for i, name in enumerate(positional[: len(call[0])])}
+    tops |= {str(i): f".0.{i}" for i in range(len(call[0]))} | {name: f".1.{name}" for name in call[1]}
+    found = set[str]()
+    for key in map(str, replicate):
+        first, dot, rest = key.partition(".")
+        place = f"{tops.get(first)}{dot}{rest}"
+        if not any(each == place or each.startswith(f"{place}.") for each in _places(call)):
+            raise InputError(
+                f"replicate={key!r} names no argument of the batch, which has {', '.join(tops) or 'none'}. Give names "
+                "of arguments of forward, or positions; a value in a mapping by name.key."
+            )
+        found.add(place)
+    return frozenset(found)
+
+
+def _places(value: Any, place: str = "") -> Iterator[str]:
+    yield place
+    for key, each in _items(value):
+        yield from _places(each, f"{place}.{key}")
+
+
+def _items(value: Any) -> Iterable[tuple[Any, Any]]:
+    if type(value) in (tuple, list):
+        return enumerate(value)
+    return value.items() if type(value) is dict else ()
+
+
+def tensors_by_place(value: Any, replicated: Collection[str] = (), place: str = "") -> Iterator[tuple[str, Any]]:
+    """Iterate over the tensors of a call that have dims, without replicated ones, by their place.
+
+    >>> [place for place, _ in tensors_by_place(((torch.ones(1), 2), {"m": [torch.ones(1)]}))]
+    ['.0.0', '.1.m.0']
+    """
+    if place in replicated:
+        return
+    if type(value) in (tuple, list, dict):
+        for key, each in _items(value):
+            yield from tensors_by_place(each, replicated, f"{place}.{key}")
+        return
+    for leaf in _torch.leaves_of(value):
+        if isinstance(leaf, torch.Tensor) and leaf.ndim:
+            yield place, leaf
+
+
+def coincidences(tensors: Sequence[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor, str]]:
+    """Iterate over the tensors that a batch's number of rows may split by coincidence, each with the reason.
+
+    The number of rows is the leading dim of the first tensor. It says nothing where it is the size of another dim too.
+    """
+    first = tensors[0][1]
+    count = len(first)
+    other = next((place for place, tensor in tensors if count in tensor.shape[1:]), None)
+    for place, tensor in tensors[1:] if other is not None else ():
+        if len(tensor) == count and (tensor.shape, tensor.dtype) != (first.shape, first.dtype):
+            yield place, tensor, f'{count} is also the size of another dim of "{shown(other or "")}"'
+
+
+def shown(place: str) -> str:
+    """Return a place in a call as the user writes it.
+
+    >>> shown(".1.mask"), shown(".0.2.w")
+    ('mask', '2.w')
+    """
+    return place[3:]
+
+
 def rows(batch: Any) -> int:
     """Return the number of examples of a batch: the size of the leading dim of its first tensor that has dims.
 
@@ -106,30 +198,35 @@ def microbatch_sizes(count: int, microbatches: int | None, size: int | None = No
     return [count // parts + (i < count % parts) for i in range(parts)]
 
 
-def split(batch: Any, sizes: Sequence[int]) -> list[Any]:
+def split(batch: Any, sizes: Sequence[int], replicated: Collection[str] = ()) -> list[Any]:
     """Split a batch into microbatches of these sizes.
 
-    Tensors whose leading dim is the batch's are split; all other values go with every microbatch.
+    Tensors whose leading dim is the batch's are split; all other values go with every microbatch, and so do those at
+    `replicated` places.
 
     >>> [part["x"].tolist() for part in split({"x": torch.arange(5), "y": 1}, [3, 2])]
     [[0, 1, 2], [3, 4]]
     """
-    return [*_split(batch, sizes, sum(sizes))]
+    return [*_split(batch, sizes, sum(sizes), replicated)]
 
 
-def _split(value: Any, sizes: Sequence[int], count: int) -> Iterable[Any]:
+def _split(
+    value: Any, sizes: Sequence[int], count: int, replicated: Collection[str] = (), place: str = ""
+) -> Iterable[Any]:
     """Split one value. Plain containers are handled without `pytree`, which takes several times as long."""
+    if place in replicated:
+        return [value] * len(sizes)
     if isinstance(value, torch.Tensor):
         return value.split(sizes) if value.ndim and len(value) == count else [value] * len(sizes)
-    if type(value) in (tuple, list):
-        columns = [_split(each, sizes, count) for each in value]
-        return map(type(value), zip(*columns, strict=True) if columns else [()] * len(sizes))
-    if type(value) is dict:
-        return (dict(zip(value, part, strict=True)) for part in _split([*value.values()], sizes, count))
+    if type(value) in (tuple, list, dict):
+        columns = [_split(each, sizes, count, replicated, f"{place}.{key}") for key, each in _items(value)]
+        parts = zip(*columns, strict=True) if columns else [()] * len(sizes)
+        return (dict(zip(value, part, strict=True)) if type(value) is dict else type(value)(part) for part in parts)
     if pytree.tree_is_leaf(value):
         return [value] * len(sizes)
     leaves, spec = pytree.tree_flatten(value)
-    return (pytree.tree_unflatten(part, spec) for part in _split(leaves, sizes, count))
+    parts = zip(*(_split(leaf, sizes, count) for leaf in leaves), strict=True) if leaves else [()] * len(sizes)
+    return (pytree.tree_unflatten(part, spec) for part in parts)
 
 
 def key_of(value: Any) -> Hashable:
@@ -141,7 +238,8 @@ def key_of(value: Any) -> Hashable:
     if type(value) in (tuple, list):
         return (type(value).__name__, *map(key_of, value))
     if type(value) is dict:
-        return ("dict", *value, *map(key_of, value.values()))
+        ordered = sorted(value.items(), key=lambda item: repr(item[0]))
+        return ("dict", *(name for name, _ in ordered), *(key_of(each) for _, each in ordered))
     if pytree.tree_is_leaf(value):
         return type(value).__qualname__
     leaves, spec = pytree.tree_flatten(value)

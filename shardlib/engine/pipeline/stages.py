@@ -26,7 +26,7 @@ from shardlib.engine.regions import inside
 from shardlib.engine.undo import Undo
 from shardlib.errors import PlanError
 
-__all__ = ["Stages", "fake_copy", "fake_like", "has_stages", "shape_with_stages"]
+__all__ = ["Stages", "as_bytes", "fake_copy", "fake_like", "has_stages", "shape_with_stages"]
 
 
 def has_stages(plan: Plan) -> bool:
@@ -270,11 +270,19 @@ class Stages:
                 local = next((own[each] for each in row.tied if each in own), None)
                 value = torch.empty(row.global_shape, dtype=row.stored.dtype or row.dtype) if local is None else local
                 moving = value.to(self.device).resolve_conj().contiguous()
-                as_bytes = moving.reshape(-1).view(torch.uint8)  # back ends lack some dtypes
-                dist.broadcast(as_bytes, group=self.pipeline_group, group_src=self.holders(row)[0])
+                dist.broadcast(as_bytes(moving), group=self.pipeline_group, group_src=self.holders(row)[0])
                 sent[row.name] = moving.to(value.device)
             found[name] = sent[row.name]
         return found
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a contiguous tensor, which any back end sends, whatever the dtype; the memory is shared.
+
+    >>> as_bytes(torch.zeros((), dtype=torch.float8_e4m3fn))
+    tensor([0], dtype=torch.uint8)
+    """
+    return tensor.reshape(-1).view(torch.uint8)
 
 
 def shape_with_stages(shape: MeshShape) -> MeshShape:

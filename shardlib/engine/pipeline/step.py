@@ -9,11 +9,12 @@ from __future__ import annotations
 import itertools
 import time
 import zlib
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -27,12 +28,16 @@ from shardlib.engine.pipeline.batch import (
     Call,
     as_call,
     as_given,
+    coincidences,
     joined,
     key_of,
     microbatch_sizes,
+    places_of,
     refuse_unfit,
     rows,
+    shown,
     split,
+    tensors_by_place,
 )
 from shardlib.engine.pipeline.compute import Computation, Criterion, Losses, Microbatch
 from shardlib.engine.pipeline.route import StageBoundary
@@ -40,7 +45,7 @@ from shardlib.engine.pipeline.streams import Streams
 from shardlib.engine.pipeline.transport import Transport
 from shardlib.engine.sharded import Sharded, record_of
 from shardlib.engine.wrapper import OptimizerWrapper
-from shardlib.errors import InputError, LostRankError, ShardingError, StageError
+from shardlib.errors import InputError, LostRankError, ShardingError, StageError, warn
 
 __all__ = ["PipelineStep", "Step", "pipeline_step"]
 
@@ -73,6 +78,7 @@ def pipeline_step(
     optimizer: OptimizerWrapper | None = None,
     microbatches: int | None = None,
     microbatch_size: int | None = None,
+    replicate: Collection[str | int] | None = None,
     return_outputs: bool = False,
     forward_only: bool = False,
 ) -> PipelineStep:
@@ -88,13 +94,16 @@ def pipeline_step(
     Args:
         model: the result of `shard_model`.
         batch: the batch of this data rank, the same on all stages: a tensor, a tuple of positional arguments, a mapping
-            of keyword arguments, or (tuple, mapping). Tensors with the batch's leading dim are split, all other values
-            go with every microbatch.
+            of keyword arguments, or (tuple, mapping). Tensors whose leading dim has as many rows as that of the first
+            tensor are split, all other values go with every microbatch.
         criterion: a function (output, microbatch) -> loss, called on the last stage. It returns the mean over the
             microbatch's rows, or a pair (sum, count). By default the loss in the output, a mean over rows.
         optimizer: the wrapper that unscales gradients, if the plan scales the loss.
         microbatches: the number of microbatches; by default that of the plan (`pipeline("1f1b", microbatches=8)`).
         microbatch_size: instead, the rows of each; the last one may have fewer.
+        replicate: names of arguments of forward, or positions, that go with every microbatch whatever their shape, such
+            as `("mask",)`; `"name.key"` of a value in a mapping. `()` says that all other tensors are as their shapes
+            say. By default a tensor that may have as many rows by coincidence is warned of.
         return_outputs: keep the outputs of all microbatches, joined.
         forward_only: run without gradients, for evaluation after `model.eval()`. Outputs are kept.
 
@@ -117,13 +126,17 @@ def pipeline_step(
     """
     train = not forward_only and torch.is_grad_enabled()
     step = Step(model, criterion, optimizer, train=train, keep_outputs=return_outputs or not train)
-    return step.run(batch, microbatches, microbatch_size)
+    return step.run(batch, microbatches, microbatch_size, replicate)
 
 
 @lru_cache(maxsize=256)
 def _mark(keys: Sequence[Hashable]) -> int:
     """Return a number for the keys of the microbatches, the same on every rank."""
     return zlib.crc32(repr([(key, len([*same])) for key, same in itertools.groupby(keys)]).encode())
+
+
+# Of each model the arguments that were split into microbatches, or were not, with the rows of that step.
+_split_before: WeakKeyDictionary[Sharded, dict[str, tuple[bool, int]]] = WeakKeyDictionary()
 
 
 def _mark_of_values(call: Call) -> int | torch.Tensor:
@@ -202,12 +215,18 @@ class Step:
         among = shape.names if record.meets_in_modules else shape.model_axes
         self.module_axes = tuple(axis for axis in among if shape[axis] > 1)
 
-    def run(self, batch: Any, microbatches: int | None = None, size: int | None = None) -> PipelineStep:
+    def run(
+        self,
+        batch: Any,
+        microbatches: int | None = None,
+        size: int | None = None,
+        replicate: Collection[str | int] | None = None,
+    ) -> PipelineStep:
         """Run the step; `size` is the number of rows of a microbatch."""
         if self.record.comparison is not None:
             self.record.comparison.before_forward((batch,), {})
         streams = None if self.pipeline is None or self.is_dry else Streams(self.device)
-        cut, failed = self._prepare(batch, microbatches, size)
+        cut, failed = self._prepare(batch, microbatches, size, replicate)
         if streams is not None:
             streams.restore()  # boundaries are found by running forward
         meet = self._ask(cut, failed)
@@ -242,7 +261,7 @@ class Step:
     # --- before -------------------------------------------------------------------------------------------------------
 
     def _prepare(
-        self, batch: Any, microbatches: int | None, size: int | None
+        self, batch: Any, microbatches: int | None, size: int | None, replicate: Collection[str | int] | None
     ) -> tuple[list[Microbatch], Exception | None]:
         """Return the microbatches, or the error in making them, which all ranks are told of."""
         try:
@@ -252,12 +271,42 @@ class Step:
             self._refuse_elsewhere(call)
             if self.pipeline is not None and not self.is_dry:
                 self.mark_of_values = _mark_of_values(call)
-            return self._cut(call, batch, microbatch_sizes(rows(call), microbatches, size)), None
+            forward = self.model.forward if self.pipeline is None else self.pipeline.stages.skeleton.forward
+            refuse_unfit(forward, type(self.model).__name__, call)
+            replicated = places_of(forward, call, (replicate,) if isinstance(replicate, str) else replicate or ())
+            tensors = [*tensors_by_place(call, replicated)]
+            sizes = microbatch_sizes(rows([tensor for _, tensor in tensors] or batch), microbatches, size)
+            if replicate is None and len(sizes) > 1:
+                self._question(tensors)
+            return self._cut(call, batch, split(call, sizes, replicated), sizes), None
         except Exception as error:
             return [], error
 
-    def _cut(self, call: Call, batch: Any, sizes: Sequence[int]) -> list[Microbatch]:
-        cuts, known = split(call, sizes), dict[int, Any]()
+    def _question(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Warn of tensors that may have as many rows as the batch by coincidence.
+
+        Raises:
+            InputError: one has, since it had another number of rows than another batch.
+        """
+        count, seen = len(tensors[0][1]), _split_before.setdefault(self.record, {})
+        for place, tensor in tensors:
+            splits, before = len(tensor) == count, seen.setdefault(place, (len(tensor) == count, count))
+            if splits != before[0]:
+                raise InputError(
+                    f'The batch has {count} rows, and "{shown(place)}" of shape {tuple(tensor.shape)} would '
+                    f"{'' if splits else 'not '}be split into microbatches; in a step of {before[1]} rows it was "
+                    f"{'not ' if splits else ''}split. Name it if it is not a part of the examples, "
+                    f'replicate=("{shown(place)}",); if shapes say it in every step, replicate=().'
+                )
+        for place, tensor, why in coincidences(tensors):
+            warn(
+                f'The batch has {count} rows, and "{shown(place)}" of shape {tuple(tensor.shape)} is split into '
+                f"microbatches as one of its examples, but {why}. If it is not a part of the examples, call "
+                f'pipeline_step(..., replicate=("{shown(place)}",)); if it is, replicate=().'
+            )
+
+    def _cut(self, call: Call, batch: Any, cuts: Sequence[Call], sizes: Sequence[int]) -> list[Microbatch]:
+        known = dict[int, Any]()
         for count, cut in zip(sizes, cuts, strict=True):
             if count not in known:  # microbatches of one batch with the same number of rows have the same key
                 key = key_of(cut), self.model.training, self.train
@@ -266,7 +315,6 @@ class Step:
 
     def _boundaries(self, key: Hashable, call: Call) -> Sequence[StageBoundary | None]:
         if self.pipeline is None:
-            refuse_unfit(self.model.forward, type(self.model).__name__, call)
             return [None]
         return self.pipeline.route.learn(self.model, key, *call)
 

@@ -27,10 +27,13 @@ from shardlib._plan.schedules import Action, order
 from shardlib.engine import _torch
 from shardlib.engine.groups import group_of
 from shardlib.engine.pipeline.route import StageBoundary
-from shardlib.engine.pipeline.stages import Stages
+from shardlib.engine.pipeline.stages import Stages, as_bytes
 from shardlib.engine.transport import exchange, limit_of
 
 __all__ = ["Channels", "Timetable", "Transport"]
+
+# Dtypes that every back end sends as they are.
+_SENT = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool)
 
 Metas = Sequence[tuple[tuple[int, ...], torch.dtype]]
 
@@ -169,7 +172,8 @@ class Transport:
         index, tag = self.timetable.index, self.timetable.tag
         group = self.channels.between(*((index, other) if op is dist.isend else (other, index)))
         peer = self._ranks[other]
-        ops = [dist.P2POp(op, tensor, peer, group, tag(message, place)) for place, tensor in enumerate(tensors)]
+        sent = [tensor if tensor.dtype in _SENT else as_bytes(tensor) for tensor in tensors]
+        ops = [dist.P2POp(op, tensor, peer, group, tag(message, place)) for place, tensor in enumerate(sent)]
         return dist.batch_isend_irecv(ops) if ops else []
 
     def receive(self, action: Action) -> Sequence[torch.Tensor]:

@@ -6,6 +6,7 @@ import copy
 import functools
 import re
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -18,7 +19,7 @@ from torch import nn
 
 import shardlib as sl
 from shardlib._plan.schedules import bubble, timeline
-from shardlib.engine import agree, lost
+from shardlib.engine import _torch, agree, lost
 from shardlib.engine.pipeline.transport import Channels
 from shardlib.engine.sharded import record_of
 from shardlib.errors import InputError, LostRankError, PlanError, ShardingError, StageError
@@ -188,16 +189,6 @@ def test_an_optimizer_may_have_parameters_of_one_stage_alone(ranks):
     gradient = single.get_parameter("norm.weight").grad
     assert gradient is not None
     assert ranks(2).run(_of_few) == [(pytest.approx(gradient.norm().item(), rel=1e-6), False)] * 2
-
-
-def _drawn() -> float:
-    sharded("pp=2")
-    return torch.rand(()).item()
-
-
-def test_stages_draw_from_streams_of_their_own(ranks):
-    first, second = ranks(2).run(_drawn)
-    assert first != second
 
 
 def _in_few_bits(autocast: bool) -> list[bool]:
@@ -485,17 +476,6 @@ class Skipping(nn.Module):
         return self.blocks[3](self.blocks[2](self.blocks[1](first)) + first)
 
 
-class AddingInPlace(Skipping):
-    """As `Skipping` from one block to the next, where the sum is written into what the block has returned."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            y = block(x)
-            y += x
-            x = y.tanh()
-        return x
-
-
 class Collecting(Skipping):
     """Each block adds its part to one number."""
 
@@ -526,7 +506,9 @@ def test_data_ranks_that_meet_in_modules_have_as_many_microbatches(ranks):
 
 def _refusals() -> list[str]:
     rank, first, quiet = dist.get_rank(), torch.ones(4, 4), {"check": False}
-    model = sl.shard_model(Skipping(), "pp=2", sl.Rules({"**": None}, stages="blocks.0 | blocks.1-3"), **quiet)
+    model = sl.shard_model(
+        Skipping(), "pp=2", sl.Rules({"**": None}, stages="blocks.0, blocks.3 | blocks.1-2"), **quiet
+    )
 
     def run(batch: Any, **given: Any) -> Any:
         return sl.pipeline_step(model, batch, lambda y, x: y.mean(), **given)
@@ -540,7 +522,6 @@ def _refusals() -> list[str]:
         _message(InputError, lambda: run(torch.ones(4 + 2 * rank, 4), microbatches=2)),
         _message(PlanError, lambda: sharded("pp=2", rng="exact")),
         _message(InputError, lambda: run((first, first), microbatches=2)),
-        _message(StageError, lambda: _step_of(AddingInPlace)),
         _message(PlanError, lambda: _step_of(Collecting)),
     ]
 
@@ -550,23 +531,21 @@ def _step_of(kind: type[nn.Module]) -> None:
     sl.pipeline_step(model, torch.ones(4, 4), lambda y, x: y.mean(), microbatches=2)
 
 
-@pytest.mark.parametrize("kind", [AddingInPlace, Collecting])
-def test_values_of_another_stage_that_forward_writes_in_place_are_refused_by_the_dry_run(kind):
+def test_values_of_another_stage_that_forward_writes_in_place_are_refused_by_the_dry_run():
     with pytest.raises(PlanError, match="forward writes a tensor of another stage into one of shape"):
-        sl.plan(kind(), "pp=2", IN_HALVES, example=torch.ones(4, 4))
+        sl.plan(Collecting(), "pp=2", IN_HALVES, example=torch.ones(4, 4))
 
 
 def test_what_is_refused(ranks):
     found = ranks(2).run(_refusals)
     assert found[0] == found[1]
     values, skip, alone, number, rows, shapes, exact, two, *in_place = found[0]
-    assert len(in_place) == 2
+    assert len(in_place) == 1
     for said in in_place:
         assert "forward writes a tensor of another stage into one of shape (" in said
     assert skip.startswith(
-        'Stage 1 on rank 1 raised in the forward of microbatch 0: PlanError: "blocks.3" on stage 1, which begins with '
-        '"blocks.1", is given a tensor of another stage as argument 0: only what the first module of a stage is given '
-        "comes from the stage before it."
+        "Stage 1 on rank 1 raised in the forward of microbatch 0: PlanError: The loss is computed from a tensor of an "
+        "earlier stage, which the last one does not have."
     )
     assert alone.startswith("This Skipping is split into pipeline stages, none of which can run alone.")
     assert number.startswith("Give the number of microbatches of a batch, microbatches=8,")
@@ -583,3 +562,167 @@ def test_a_pipeline_is_freed_with_its_model(ranks):
     ranks(2).run(count_models)
     ranks(2).run(_means, "pp=2")
     assert ranks(2).run(models_alive) == [0, 0]
+
+
+# --- what is split into microbatches
+# -----------------------------------------------------------------------------------
+
+
+class Masked(nn.Module):
+    """Attention with a mask, positions and weights of classes that are no part of the examples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor, extra: Any = None) -> torch.Tensor:
+        scores = (x @ x.mT).masked_fill(~mask, float("-inf")).softmax(-1)
+        y = self.body(scores @ x)
+        if extra is not None:
+            y = y + extra["place"][:, None]
+        return self.head(y)
+
+
+def _masked(mesh: str, rows: int, given: dict[str, Any]) -> tuple[float, float, list[str]]:
+    torch.manual_seed(0)
+    single = Masked().double()
+    model = sl.shard_model(copy.deepcopy(single), mesh, sl.Rules({"**": None}, stages="body | head"), compile=None)
+    x = torch.randn(rows, 8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    args = x, torch.ones(8, 8, dtype=torch.bool).tril(), {"place": torch.arange(8) / 8}
+    want = single(*args).square().mean()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        step = sl.pipeline_step(model, args, lambda y, _: y.square().mean(), microbatches=rows, **given)
+    return step.loss.item(), want.item(), [str(each.message) for each in caught]
+
+
+@pytest.mark.parametrize("mesh", ["pp=2", "dp=1"])
+@pytest.mark.parametrize("rows", [4, 8])
+def test_arguments_that_are_replicated(ranks, mesh: str, rows: int):
+    for loss, want, said in ranks(sl.MeshShape(mesh).world_size).run(
+        _masked, mesh, rows, {"replicate": ("mask", "extra.place")}
+    ):
+        assert loss == pytest.approx(want, rel=TOLERANCE) and not said
+
+
+def test_a_number_of_rows_that_is_a_coincidence_is_warned_of(ranks):
+    loss, want, said = ranks(1).run(_masked, "dp=1", 8, {})[0]
+    assert loss != pytest.approx(want, rel=1e-6)
+    assert said == [
+        f'The batch has 8 rows, and "{name}" of shape {shape} is split into microbatches as one of its examples, but '
+        '8 is also the size of another dim of "0". If it is not a part of the examples, call '
+        f'pipeline_step(..., replicate=("{name}",)); if it is, replicate=().'
+        for name, shape in (("1", (8, 8)), ("2.place", (8,)))
+    ]
+
+
+def _other_rows(sizes: tuple[int, int], given: dict[str, Any]) -> str:
+    """A criterion with weights of six classes, in two steps."""
+    torch.manual_seed(0)
+    model = sl.shard_model(Weighted(), "pp=2", sl.Rules({"**": None}, stages="body | head"))
+    for rows in sizes:
+        batch = {"x": torch.ones(rows, 4), "weights": torch.ones(6)}
+        step = functools.partial(sl.pipeline_step, model, batch, _weighted, microbatches=2, **given)
+        said = _message(InputError, step)
+    return said
+
+
+def _weighted(output: torch.Tensor, batch: Any) -> torch.Tensor:
+    return (output * batch["weights"]).mean()
+
+
+class Weighted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 6)
+
+    def forward(self, x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(x))
+
+
+def test_a_number_of_rows_that_changes_what_is_split_is_refused(ranks):
+    said = (
+        'The batch has 6 rows, and "weights" of shape (6,) would be split into microbatches; in a step of 4 rows it '
+        'was not split. Name it if it is not a part of the examples, replicate=("weights",); if shapes say it in every '
+        "step, replicate=()."
+    )
+    assert ranks(2).run(_other_rows, (4, 6), {}) == [said] * 2
+    assert ranks(2).run(_other_rows, (4, 6), {"replicate": ["weights"]}) == ["nothing was raised"] * 2
+    unknown = "replicate='wheights' names no argument of the batch, which has x, weights. Give names of arguments"
+    assert all(found.startswith(unknown) for found in ranks(2).run(_other_rows, (4, 6), {"replicate": ["wheights"]}))
+
+
+def _keywords(mesh: str) -> float:
+    """The ranks give keywords in another order."""
+    torch.manual_seed(0)
+    model = sl.shard_model(Weighted(), mesh, sl.Rules({"**": None}, stages="body | head"))
+    batch = {"x": torch.ones(4, 4), "weights": torch.ones(6)}
+    batch = dict(sorted(batch.items(), reverse=dist.get_rank() == 1))
+    done = sl.pipeline_step(
+        model, batch, lambda y, b: (y * b["weights"]).mean(), microbatches=2, replicate=("weights",)
+    )
+    return done.loss.item()
+
+
+def test_the_order_of_keywords_does_not_matter(ranks):
+    first, second = ranks(2).run(_keywords, "pp=2")
+    assert first == second
+
+
+# --- what is kept
+# ----------------------------------------------------------------------------------------------------
+
+
+class Odd(Fragile):
+    """With buffers of dtypes that a back end does not know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for i, dtype in enumerate((torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn)):
+            self.blocks[i % 4].register_buffer(f"odd{i}", torch.tensor([1, 2 + i]).to(dtype))
+        self.blocks[3].register_buffer("number", torch.tensor(3, dtype=torch.int16))
+
+
+def _odd() -> list[str]:
+    model = sl.shard_model(Odd(), "pp=2", IN_HALVES)
+    found, want = sl.full_state_dict(model), Odd().state_dict()
+    return [name for name in want if "odd" in name or "number" in name if found[name].tolist() != want[name].tolist()]
+
+
+def test_whole_state_dicts_with_any_dtype(ranks):
+    assert ranks(2).run(_odd) == [[], []]
+
+
+def _own_forward() -> list[bool]:
+    torch.manual_seed(0)
+    model, x = Fragile(), torch.ones(4, 4)
+    model.forward = lambda x, _model=model: Fragile.forward(_model, x) * 2
+    want = model(x).mean().item()
+    sl.shard_model(model, "pp=2", IN_HALVES)
+    before = sl.pipeline_step(model, x, lambda y, _: y.mean(), microbatches=2).loss.item()
+    return [before == pytest.approx(want), "forward" in vars(model)]
+
+
+def test_a_forward_of_the_instance_is_run(ranks):
+    assert ranks(2).run(_own_forward) == [[True, True]] * 2
+
+
+def _groups_of_models(mesh: str) -> list[int]:
+    """Process groups after each of three models."""
+    counts = []
+    for _ in range(3):
+        torch.manual_seed(0)
+        rules = sl.Rules({"**": None}, stages="blocks.0-1 | blocks.2-3" if "pp" in mesh else None)
+        model = sl.shard_model(Fragile(), mesh, rules, transforms=sl.zero(2), check="always")
+        if "pp" in mesh:
+            sl.pipeline_step(model, torch.ones(4, 4), lambda y, _: y.mean(), microbatches=2)
+        else:
+            model(torch.ones(4, 4)).mean().backward()
+        counts.append(len(_torch.process_groups()))
+    return counts
+
+
+@pytest.mark.parametrize("mesh", ["dp=2,fsdp=2", "pp=2,dp=2"])
+def test_models_of_equal_meshes_have_the_same_process_groups(ranks, mesh: str):
+    for counts in ranks(4).run(_groups_of_models, mesh):
+        assert counts[0] == counts[1] == counts[2]
