@@ -206,13 +206,13 @@ class _Job(Peers):
             "was saved before is touched; restart the job from the last checkpoint."
         )
 
-    def _irecv(self, tensor: torch.Tensor, rank: int, group: dist.ProcessGroup) -> Any:
+    def _irecv(self, tensor: torch.Tensor, rank: int, group: dist.ProcessGroup | None) -> Any:
         try:
             return self._groups.keep(dist.irecv(tensor, rank, group=group), tensor)
         except RuntimeError as error:
             return error
 
-    def _isend(self, tensor: torch.Tensor, rank: int, group: dist.ProcessGroup) -> Any:
+    def _isend(self, tensor: torch.Tensor, rank: int, group: dist.ProcessGroup | None) -> Any:
         try:
             return self._groups.keep(dist.isend(tensor, rank, group=group), tensor)
         except RuntimeError as error:

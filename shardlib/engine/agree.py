@@ -173,7 +173,7 @@ def batch_fingerprint(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int |
     """Return a checksum of a batch; None for one without a tensor of several values, and in a trace or a transform of
     `torch.func`, whose tensors have none."""
     try:
-        values = [tensor for tensor in _tensors_of(args, kwargs).values() if tensor.numel() > 1]
+        values = [tensor for tensor in tensors_of(args, kwargs).values() if tensor.numel() > 1]
         return zlib.crc32(repr([fingerprint(tensor) for tensor in values]).encode()) if values else None
     except (RuntimeError, NotImplementedError, TypeError):
         return None

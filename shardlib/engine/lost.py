@@ -523,7 +523,7 @@ def come(call: str, *, task: str = "", ranks: Collection[int] | None = None, tim
     Returns:
         "", or why the call cannot go on. Either all ranks get "", or none does.
     """
-    if not dist.is_initialized() or _torch.is_fake():
+    if not dist.is_initialized() or _torch.is_fake_group():
         return ""
     ranks = sorted(ranks if ranks is not None else range(dist.get_world_size()))
     if len(ranks) == 1:

@@ -53,7 +53,7 @@ def generate_together(model: nn.Module, undo: Undo) -> None:
 
     It is for models whose forward waits for other data ranks: a rank that ends earlier would leave them waiting.
     """
-    mixin = getattr(sys.modules.get("transformers.generation.utils"), "GenerationMixin", None)
+    mixin: Any = getattr(sys.modules.get("transformers.generation.utils"), "GenerationMixin", None)
     for module in model.modules() if mixin is not None else ():
         if isinstance(module, mixin) and not hasattr(module, _FORWARD_COMMUNICATES):
             setattr(module, _FORWARD_COMMUNICATES, True)

@@ -39,7 +39,7 @@ def modules_to_recompute(model: nn.Module, patterns: Sequence[str]) -> tuple[str
                 f'checkpoint_activations("{text}"): the pattern matches none of the {len(names)} modules; patterns are '
                 f"written as in rules.{nearest(text, names)}"
             )
-    found = {}
+    found: dict[nn.Module, str] = {}
     for name, module in names.items():
         if any(pattern.matches(name) for pattern in compiled.values()):
             found.setdefault(module, name)

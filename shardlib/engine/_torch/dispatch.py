@@ -193,8 +193,8 @@ def global_metas(schema: OpSchema) -> Any:
     with fake_mode():
         metas = dispatcher().sharding_propagator._propagate_tensor_meta_non_cached(schema)
     if schema.op in _CONTIGUOUS_ON_CPU and schema.args_spec[0].mesh.device_type == "cpu":
-        given = _on_meta(schema.args_spec[0])
-        if not any(given.is_contiguous(memory_format=images) for images in _IMAGES.get(given.ndim, ())):
+        first = _on_meta(schema.args_spec[0])
+        if not any(first.is_contiguous(memory_format=images) for images in _IMAGES.get(first.ndim, ())):
             return tuple(_contiguous(meta) for meta in metas)
     return metas
 

@@ -59,8 +59,8 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 __all__ = [
     "default_store",
     "flattened",
-    "is_fake",
     "forget_meshes",
+    "is_fake_group",
     "new_group",
     "place_of_group",
     "process_groups",
@@ -110,7 +110,7 @@ def set_timeouts(mesh: DeviceMesh) -> None:
 
 def timeout_of(group: Any) -> timedelta | None:
     """Return how long operations of a group wait; None for fake groups and where the back end does not say."""
-    if is_fake(group):
+    if is_fake_group(group):
         return None
     try:
         return group._get_backend(group._device_types[0]).options._timeout
@@ -118,7 +118,7 @@ def timeout_of(group: Any) -> timedelta | None:
         return None
 
 
-def is_fake(group: Any = None) -> bool:
+def is_fake_group(group: Any = None) -> bool:
     """Return whether a group, by default that of the job, has one process that stands for all ranks."""
     return dist.get_backend(group) == dist.Backend.FAKE
 
