@@ -31,12 +31,14 @@ class Streams:
         drew: whether anything has drawn in this step on this rank.
     """
 
+    @_torch.no_modes()  # a recording counts the memory of a model, and not of these states
     def __init__(self, device: torch.device) -> None:
         self._accelerator: Any = None if device.type == "cpu" else torch.get_device_module(device)
         self._before = self._begun = self._states()
         self._key = hashlib.blake2b(b"".join(state.numpy().tobytes() for state in self._before)).digest()
         self.drew = False
 
+    @_torch.no_modes()
     def begin(self, *place: Any) -> None:
         """Begin the stream of a place in the step: a microbatch, a number of a call, and the like."""
         self.end()
@@ -44,6 +46,7 @@ class Streams:
         if not self.drew:
             self._begun = self._states()
 
+    @_torch.no_modes()
     def end(self) -> None:
         """Note whether the last stream was drawn from."""
         self.drew = self.drew or any(map(_differ, self._begun, self._states()))
