@@ -476,6 +476,15 @@ class Skipping(nn.Module):
         return self.blocks[3](self.blocks[2](self.blocks[1](first)) + first)
 
 
+class Forgetting(Skipping):
+    """It returns what the first block makes, and not what the last one makes."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = self.blocks[0](x)
+        self.blocks[3](self.blocks[2](self.blocks[1](first)))
+        return first
+
+
 class Collecting(Skipping):
     """Each block adds its part to one number."""
 
@@ -506,9 +515,7 @@ def test_data_ranks_that_meet_in_modules_have_as_many_microbatches(ranks):
 
 def _refusals() -> list[str]:
     rank, first, quiet = dist.get_rank(), torch.ones(4, 4), {"check": False}
-    model = sl.shard_model(
-        Skipping(), "pp=2", sl.Rules({"**": None}, stages="blocks.0, blocks.3 | blocks.1-2"), **quiet
-    )
+    model = sl.shard_model(Skipping(), "pp=2", sl.Rules({"**": None}, stages="blocks.0 | blocks.1-3"), **quiet)
 
     def run(batch: Any, **given: Any) -> Any:
         return sl.pipeline_step(model, batch, lambda y, x: y.mean(), **given)
@@ -521,6 +528,7 @@ def _refusals() -> list[str]:
         _message(InputError, lambda: run(torch.ones(4 + 2 * rank, 4), microbatches=2)),
         _message(PlanError, lambda: sharded("pp=2", rng="exact")),
         _message(InputError, lambda: run((first, first), microbatches=2)),
+        _message(StageError, lambda: _step_of(Forgetting)),
         _message(PlanError, lambda: _step_of(Collecting)),
     ]
 
@@ -538,10 +546,14 @@ def test_values_of_another_stage_that_forward_writes_in_place_are_refused_by_the
 def test_what_is_refused(ranks):
     found = ranks(2).run(_refusals)
     assert found[0] == found[1]
-    values, alone, number, rows, shapes, exact, two, *in_place = found[0]
+    values, alone, number, rows, shapes, exact, two, forgotten, *in_place = found[0]
     assert len(in_place) == 1
     for said in in_place:
         assert "forward writes a tensor of another stage into one of shape (" in said
+    assert forgotten.startswith(
+        "Stage 1 on rank 1 raised in the forward of microbatch 0: PlanError: The loss is computed from a tensor of an "
+        "earlier stage, which the last one does not have."
+    )
     assert alone.startswith("This Skipping is split into pipeline stages, none of which can run alone.")
     assert number.startswith("Give the number of microbatches of a batch, microbatches=8,")
     assert rows == (
