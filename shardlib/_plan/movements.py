@@ -138,7 +138,7 @@ class Traffic:
 
 
 class TrafficTable(tuple[Traffic, ...]):
-    """What one rank sends in a training step; prints as a table.
+    """The bytes that one rank sends in a training step; prints as a table.
 
     >>> print(TrafficTable([Traffic("gradients", "all_reduce", ("dp",), 49152, 4)]))
     what       collective  over  tensors  times     bytes

@@ -1,4 +1,4 @@
-"""What the command line says of itself: all that `--help`, `--version` and completion need, without torch."""
+"""Names, versions and errors of the command line: all that `--help`, `--version` and completion need, without torch."""
 
 from __future__ import annotations
 

@@ -173,7 +173,8 @@ def batch_fingerprint(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int |
     """Return a checksum of a batch; None for one without a tensor of several values, and in a trace or a transform of
     `torch.func`, whose tensors have none."""
     try:
-        values = [tensor for tensor in tensors_of(args, kwargs).values() if tensor.numel() > 1]
+        given = tensors_of(args, kwargs).values()
+        values = [tensor for tensor in given if tensor.numel() > 1 and _torch.has_values(tensor)]
         return zlib.crc32(repr([fingerprint(tensor) for tensor in values]).encode()) if values else None
     except (RuntimeError, NotImplementedError, TypeError):
         return None

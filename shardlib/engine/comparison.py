@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardlib._plan import Movement
-from shardlib.engine import agree, batchnorm, exact
+from shardlib.engine import _torch, agree, batchnorm, exact
 from shardlib.engine.executor import Executor
 from shardlib.engine.params import ParamState, local_of
 from shardlib.engine.schedule import Updates
@@ -54,12 +54,12 @@ class SameBatches:
     """
 
     def __init__(self, group: dist.ProcessGroup, axes: str) -> None:
-        world = dist.group.WORLD
-        assert world is not None
-        number = next(_numbers.setdefault(world, itertools.count()))
-        self.store = dist.PrefixStore(f"shardlib/batches/{number}", world.get_group_store())
+        assert dist.group.WORLD is not None
+        number = next(_numbers.setdefault(dist.group.WORLD, itertools.count()))
+        self.store = dist.PrefixStore(f"shardlib/batches/{number}", _torch.default_store())
         self.axes, self.ranks = axes, dist.get_process_group_ranks(group)
-        self.is_over = dist.get_backend() == dist.Backend.FAKE or 0 not in self.ranks
+        # A fake group, which has no time limit, has no store that keeps anything either.
+        self.is_over = 0 not in self.ranks or _torch.timeout_of(group) is None
         self.seen: list[int] = []
 
     def before_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
