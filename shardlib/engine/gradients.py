@@ -101,7 +101,7 @@ class GradientReducer:
         self._handles: list[Any] = []
         self._listen()
         self._left_out = self._slots  # in no bucket: frozen when buckets were laid out
-        self._notice_unfrozen()
+        self.notice_unfrozen()
 
     def _listen(self) -> None:
         """Register hooks on all parameters, also on those that are frozen and may be thawed."""
@@ -178,7 +178,7 @@ class GradientReducer:
         """Whether the last backward pass has raised: autograd has dropped the callback at its end."""
         return self._ending is not None and self._ending() is None
 
-    def _notice_unfrozen(self) -> None:
+    def notice_unfrozen(self) -> None:
         """Include parameters that have begun to require gradients since; lay buckets out again if there are any."""
         unfrozen = [slot for slot in self._left_out if slot.param_state.param.requires_grad]
         if not unfrozen:
@@ -218,7 +218,7 @@ class GradientReducer:
             return
         if self._has_raised:
             self._drop_pending()
-        self._notice_unfrozen()
+        self.notice_unfrozen()
         if self.compare is not None:
             self.compare()
         if not self.listens:

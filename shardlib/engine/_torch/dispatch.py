@@ -213,7 +213,7 @@ _IMAGES = {4: (torch.channels_last,), 5: (torch.channels_last_3d,)}
 
 
 def _contiguous(meta: TensorMeta) -> TensorMeta:
-    return meta._replace(stride=torch.empty(meta.shape, device="meta").stride())
+    return TensorMeta(meta.shape, torch.empty(meta.shape, device="meta").stride(), meta.dtype)
 
 
 # Of these and of pointwise ops, kernels for meta tensors tell strides and dtypes on any device. They take a tenth of

@@ -36,7 +36,6 @@ private(
 )
 private(
     "torch._C._autograd._unsafe_set_version_counter",
-    "torch.Tensor._version",
     why="to let autograd refuse what it saved of memory that other parameters have taken since",
     without="backward could silently read the weights of another module",
 )

@@ -171,7 +171,7 @@ def _not_sent(original: Any) -> Any:
 
 def _blind_to_thawed(original: Any) -> Any:
     def notice_unfrozen(self: Any) -> None:
-        if not self._buckets:
+        if not self.buckets:
             original(self)
 
     return notice_unfrozen
