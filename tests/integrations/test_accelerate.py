@@ -162,8 +162,11 @@ def test_mixed_precision_is_the_autocast_of_one_process(way: str):
 def test_a_loss_scale_and_the_steps_that_it_skips_are_those_of_one_process(tmp_path: Path, way: str):
     """The first data rank alone overflows. A norm that is clipped before gradients are unscaled is 1000 times larger.
 
-    float16 has 3 bits more than bfloat16, whose losses are compared to 2e-2.
+    float16 has 3 bits more than bfloat16, whose losses are compared to 2e-2. In a mixture, a router's logits that differ by
+    rounding may send a token to another expert, by the kernels of the machine: of the 36 tokens of a batch, one that is
+    predicted by another expert may change the mean by a 36th.
     """
+    limit = 2.5e-3 + ("ep" in way) / 36
     options = {"precision": "fp16", "model_class": model_for(way), "clip": 0.1, "overflows": 1, "split": True}
     exact = run(None, epochs=2, **options)
     assert exact.skipped == [False, True, *[False] * 5, True, *[False] * 4]
@@ -173,5 +176,5 @@ def test_a_loss_scale_and_the_steps_that_it_skips_are_those_of_one_process(tmp_p
     for before, after in zip(first, resumed, strict=True):
         assert (before.skipped + after.skipped, before.scales + after.scales) == (exact.skipped, exact.scales)
         assert before.rates + after.rates == exact.rates
-        assert before.losses + after.losses == pytest.approx(exact.losses, rel=2.5e-3)
-        assert before.norms + after.norms == pytest.approx(exact.norms, rel=2.5e-3, nan_ok=True)
+        assert before.losses + after.losses == pytest.approx(exact.losses, rel=limit)
+        assert before.norms + after.norms == pytest.approx(exact.norms, rel=limit, nan_ok=True)

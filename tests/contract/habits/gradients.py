@@ -953,14 +953,15 @@ def accumulate_around_a_backward_that_raises(run: Run, model: Any):
 
 
 @refused_in_pipelines
-@as_ddp("replicate, zero(1), zero(2)", "what a rank has made of a gradient is its own until a backward pass has ended")
 @broken("zero(3), fsdp x tp", "what a pass that raised has made of parameters that are stored in shards is dropped")
-def accumulate_around_a_backward_that_raises_late(run: Run, model: Any):
-    """Read gradients after a backward that raises when it has made some of them."""
+def accumulate_after_a_backward_that_raises_late(run: Run, model: Any):
+    """Accumulate to what a backward has made before it raised."""
     handle = model.blocks[0].register_forward_hook(lambda _module, _args, out: _Raise.apply(out))
     loss = run.loss(model)
     handle.remove()
-    return _raises(loss.backward), run.gradients(model)
+    raised = _raises(loss.backward)
+    run.backward(model, 1)
+    return raised, run.gradients(model)
 
 
 @refused_in_pipelines
