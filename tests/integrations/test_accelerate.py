@@ -162,7 +162,7 @@ def test_mixed_precision_is_the_autocast_of_one_process(way: str):
 def test_a_loss_scale_and_the_steps_that_it_skips_are_those_of_one_process(tmp_path: Path, way: str):
     """The first data rank alone overflows. A norm that is clipped before gradients are unscaled is 1000 times larger.
 
-    float16 has 3 bits more than bfloat16, whose losses are compared to 2e-2. In a mixture, a router's logits that differ
+    float16 has 3 bits more than bfloat16, whose losses are compared to 2e-2. In a mixture, router logits that differ
     by rounding may send a token to another expert, by the kernels of the machine: of the 36 tokens of a batch, one that
     is predicted by another expert may change the mean by a 36th.
     """
