@@ -24,6 +24,8 @@ _INSIDE = (
     "backward comes to the block, and no input of it, as under fully_shard"
 )
 
+_STAGES = "stem, blocks.0, blocks.1 | blocks.2, blocks.3, head"
+
 
 @dataclass
 class _Inner:
@@ -72,7 +74,7 @@ class _Model(Net):
 
 def _trained(run: Run, give: Callable[[Any, torch.Tensor], Any], take: Callable[[Any, Any], torch.Tensor]) -> Any:
     torch.manual_seed(0)
-    model = run.shard(_Model(give, take).double())
+    model = run.shard(_Model(give, take).double(), stages=_STAGES)
     run.backward(model)
     return run.gradients(model), run.trained(model, steps=1)
 
@@ -122,7 +124,7 @@ def a_generator_from_blocks(run: Run):
     torch.manual_seed(0)
     model = _Model(lambda _, y: y, lambda _, out: next(iter(out))).double()
     model.blocks = nn.ModuleList(_Lazy() for _ in range(4)).double()
-    model = run.shard(model)
+    model = run.shard(model, stages=_STAGES)
     run.backward(model)
     return run.gradients(model)
 
@@ -170,7 +172,7 @@ def a_list_that_blocks_fill(run: Run):
             return self.head(x), found
 
     torch.manual_seed(0)
-    model = run.shard(_Filled().double())
+    model = run.shard(_Filled().double(), stages=_STAGES)
     out, found = model(run.batch())
     (out.square().mean() + sum(found)).backward()
     return run.gradients(model)
@@ -187,7 +189,7 @@ def a_closure_that_blocks_call(run: Run):
         return y.detach()
 
     torch.manual_seed(0)
-    model = run.shard(_Model(give, lambda _, out: out).double())
+    model = run.shard(_Model(give, lambda _, out: out).double(), stages=_STAGES)
     out = model(run.batch())
     (out.square().mean() + sum(y.square().mean() for y in found)).backward()
     return run.gradients(model)
@@ -197,7 +199,7 @@ def a_closure_that_blocks_call(run: Run):
 def a_hook_that_replaces_outputs(run: Run):
     """Replace the output of each block by a dataclass in a forward hook."""
     torch.manual_seed(0)
-    model = run.shard(_Model(lambda _, y: y, lambda _, out: out.hidden).double())
+    model = run.shard(_Model(lambda _, y: y, lambda _, out: out.hidden).double(), stages=_STAGES)
     for block in model.blocks:
         block.register_forward_hook(lambda _module, _args, out: _Inner(out + 1))
     run.backward(model)
