@@ -75,7 +75,7 @@ class _Model(Net):
 def _trained(run: Run, give: Callable[[Any, torch.Tensor], Any], take: Callable[[Any, Any], torch.Tensor]) -> Any:
     torch.manual_seed(0)
     model = run.shard(_Model(give, take).double(), stages=_STAGES)
-    run.backward(model)
+    run.loss(model).backward()
     return run.gradients(model), run.trained(model, steps=1)
 
 
@@ -125,7 +125,7 @@ def a_generator_from_blocks(run: Run):
     model = _Model(lambda _, y: y, lambda _, out: next(iter(out))).double()
     model.blocks = nn.ModuleList(_Lazy() for _ in range(4)).double()
     model = run.shard(model, stages=_STAGES)
-    run.backward(model)
+    run.loss(model).backward()
     return run.gradients(model)
 
 
@@ -202,7 +202,7 @@ def a_hook_that_replaces_outputs(run: Run):
     model = run.shard(_Model(lambda _, y: y, lambda _, out: out.hidden).double(), stages=_STAGES)
     for block in model.blocks:
         block.register_forward_hook(lambda _module, _args, out: _Inner(out + 1))
-    run.backward(model)
+    run.loss(model).backward()
     return run.gradients(model)
 
 
