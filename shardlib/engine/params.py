@@ -224,7 +224,7 @@ class ParamState:
 
     @property
     def keeps_gradient(self) -> bool:
-        """Whether the full gradient keeps its memory until the step ends, though this rank reduces its shard alone."""
+        """Whether the full gradient stays in `p.grad` until the last pass of a step, which reduces the shard."""
         return self.is_updated_sharded and self.movements["gradients"].needed == "step ends"
 
     @property

@@ -29,7 +29,6 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -407,13 +406,14 @@ class Units:
     def call(self, unit: _Unit, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the forward of one unit with unsharded parameters."""
         self._enter(unit)
-        given = self._hook_inputs(unit, args, kwargs)
+        given = [*args, *kwargs.values()]
+        known = self._hook_inputs(unit, given)
         try:
             output = inner(*args, **kwargs)
         except BaseException:
             self._end_compute(unit, check=False)
             raise
-        return self._leave(unit, output, args, kwargs, given)
+        return self._leave(unit, [output, [value for value in given if isinstance(value, list | dict)]], known)[0]
 
     def _enter(self, unit: _Unit) -> None:
         self._begin_compute(unit)
@@ -421,36 +421,31 @@ class Units:
             self._order.runs(unit)
             self._prefetch(self._order.after_forward_of(unit), unit)
 
-    def _hook_inputs(self, unit: _Unit, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> frozenset[int]:
-        """Let a second backward through the gradient of an input unshard the unit; return the ids of the tensors in
-        lists and dicts, which the unit may add to."""
+    def _hook_inputs(self, unit: _Unit, given: Sequence[Any]) -> dict[int, Any]:
+        """Let a second backward through the gradient of an input unshard the unit; return the nodes of the tensors that
+        the unit is given, itself or in lists and dicts that it may add to, by their ids."""
         if not torch.is_grad_enabled():
-            return frozenset()
-        containers = [value for value in (*args, *kwargs.values()) if isinstance(value, list | dict)]
-        for value in (*args, *kwargs.values()):
+            return {}
+        for value in given:
             if isinstance(value, torch.Tensor) and value.requires_grad:
                 _hook_once(value, unit.hooks(self)[1])
-        return frozenset(map(id, _torch.tensors_in(containers))) if containers else frozenset()
+        tensors = _torch.tensors_in([value for value in given if isinstance(value, torch.Tensor | list | dict)])
+        return {id(tensor): tensor.grad_fn for tensor in tensors}
 
-    def _leave(
-        self,
-        unit: _Unit,
-        output: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] = MappingProxyType({}),
-        given: frozenset[int] = frozenset(),
-    ) -> Any:
+    def _leave(self, unit: _Unit, results: Any, known: Mapping[int, Any] | None = None) -> Any:
+        """End the forward of a unit, and hook its results and what its modules keep, but for what it was given and has
+        not written to."""
         self._end_compute(unit)
         if torch.is_grad_enabled():
-            added = [value for value in (*args, *kwargs.values()) if isinstance(value, list | dict)]
             kept = [value for module in unit.modules for value in _attributes(module)]
-            for tensor in _torch.tensors_in([output, added, kept] if added or kept else output):
-                if tensor.requires_grad and not tensor.is_leaf and id(tensor) not in given:
+            for tensor in _torch.tensors_in([results, kept] if kept else results):
+                unchanged = known and known.get(id(tensor)) is tensor.grad_fn
+                if tensor.requires_grad and not tensor.is_leaf and not unchanged:
                     _hook_once(tensor, unit.hooks(self)[0])
                     unit.awaited = True
         if _torch.backward_id() == -1 and not self._inside:
             unit.reshard()
-        return output
+        return results
 
     def _begin_compute(self, unit: _Unit) -> None:
         if not (self._inside or unit.depth):
