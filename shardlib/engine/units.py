@@ -23,7 +23,6 @@ forward of the model begins, and stay unsharded until backward has ended.
 from __future__ import annotations
 
 import functools
-import types
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -437,7 +436,7 @@ class Units:
         not written to."""
         self._end_compute(unit)
         if torch.is_grad_enabled():
-            kept = [value for module in unit.modules for value in _attributes(module)]
+            kept = [tensor for module in unit.modules for tensor in _kept_by(module)]
             for tensor in _torch.tensors_in([results, kept] if kept else results):
                 unchanged = known and known.get(id(tensor)) is tensor.grad_fn
                 if tensor.requires_grad and not tensor.is_leaf and not unchanged:
@@ -590,17 +589,28 @@ def _hook_once(tensor: torch.Tensor, hook: Hook) -> None:
         tensor.register_hook(hook)
 
 
-def _attributes(module: nn.Module) -> list[Any]:
-    """Return the attributes of a module that may be tensors, or have some."""
-    return [
-        value
-        for name, value in module.__dict__.items()
-        if name not in _OF_A_MODULE and type(value) not in _PLAIN and not isinstance(value, nn.Module)
-    ]
+def _kept_by(module: nn.Module) -> list[torch.Tensor]:
+    """Return the tensors that a module keeps in attributes, as a router keeps its loss: alone, or in small containers.
+
+    Objects are not opened: each forward asks, and an attribute may lead to a whole dataset.
+    """
+    found: list[torch.Tensor] = []
+    for name, value in module.__dict__.items():
+        if name not in _OF_A_MODULE:
+            _add_tensors(value, found, depth=2)
+    return found
+
+
+def _add_tensors(value: Any, found: list[torch.Tensor], depth: int) -> None:
+    if isinstance(value, torch.Tensor):
+        found.append(value)
+    elif depth and type(value) in (list, tuple, dict) and len(value) <= _SMALL:
+        for one in value.values() if type(value) is dict else value:
+            _add_tensors(one, found, depth - 1)
 
 
 _OF_A_MODULE = frozenset(vars(nn.Module()))
-_PLAIN = frozenset({bool, int, float, str, type(None), torch.dtype, torch.device, torch.Size, types.MethodType})
+_SMALL = 64  # elements
 
 
 def make_units(

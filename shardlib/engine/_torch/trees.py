@@ -67,15 +67,15 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _contents(value: Any) -> list[Any]:
-    """Return what an object holds: the elements of a container that pytree does not know, and attributes."""
-    held: list[Any] = []
+    """Return the contents of an object: the elements of a container that pytree does not know, and attributes."""
+    found: list[Any] = []
     if isinstance(value, Mapping):
-        held += value.values()
+        found += value.values()
     elif isinstance(value, Sequence | Set):
-        held += value
-    held += getattr(value, "__dict__", {}).values()
-    held += [getattr(value, name) for name in getattr(type(value), "__slots__", ()) if hasattr(value, name)]
-    return held
+        found += value
+    found += getattr(value, "__dict__", {}).values()
+    found += [getattr(value, name) for name in getattr(type(value), "__slots__", ()) if hasattr(value, name)]
+    return found
 
 
 def flatten_with_path(tree: Any) -> tuple[list[tuple[Any, Any]], Any]:
