@@ -292,7 +292,7 @@ def _steps_on_local_gradients(stage: int, kind: Any) -> None:
             one.zero_grad()
             _backward(one, step)
         optimizers[0].step()
-        reduced, params[-1].grad = params[-1].grad, torch.zeros_like(params[-1])
+        reduced, params[-1].grad = params[-1].grad, torch.ones_like(params[-1])  # zeros would be accepted
         with pytest.raises(ShardingError, match="no_sync"):
             optimizers[1].step()
         assert optimizers[1].param_groups is groups

@@ -29,7 +29,7 @@ def refuse_additions(model: nn.Module, record: Sharded) -> None:
 
     Otherwise, without data ranks and stages, each rank trains the parameter as one device would.
     """
-    if record.plan.mesh.world_size == 1:
+    if record.plan.mesh.world_size == 1 and record.pipeline is None:
         return
     _records.update(dict.fromkeys(model.modules(), weakref.ref(record)))
     for hook in _hooks:  # registered anew: a caller may have cleared all hooks of modules
