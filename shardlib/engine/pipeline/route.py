@@ -424,9 +424,11 @@ class Route:
         They have values, all zeros, where the rank of the stage holds the parameter.
         """
         before, holder = list[tuple[dict[str, Any], dict[str, Any]]](), self.stages.rank_of(stage)
+        modules = dict(model.named_modules())  # without those that were deleted since
         try:
             for name, own in self._parameters.items():
-                module = model.get_submodule(name)
+                if (module := modules.get(name)) is None:
+                    continue
                 for place in (_torch.own_tensors(module)[0], module.__dict__):
                     changed = {key: zeros if holder in held else fake for key, (fake, zeros, held) in own.items()}
                     changed = {key: tensor for key, tensor in changed.items() if key in place}
