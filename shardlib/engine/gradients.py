@@ -548,7 +548,7 @@ class GradientReducer:
             [(slot, axes) for slot, axes in summed if axes],
             alone=lambda one: one[0].param_state.is_unbucketed("gradients"),
             key=lambda one: (one[1], *_bucket_key(one[0].param_state)),
-            size=lambda one: one[0].param_state.memory.nbytes,
+            size=lambda one: one[0].param_state.max_local_bytes,
             limit=self.bucket_bytes,
         )
         regular = [(batch[0][1], [slot for slot, _ in batch]) for batch in batches]

@@ -268,6 +268,11 @@ class ParamState:
         """The number of elements of the compute tensor on the rank where it is largest."""
         return math.prod(self.row.local_shape(MeshShape.of(self.mesh), phase="compute"))
 
+    @property
+    def max_local_bytes(self) -> int:
+        """The bytes of the compute tensor on the rank where it is largest: by them all ranks make the same buckets."""
+        return self.max_local_numel * self.dtype.itemsize
+
     @cached_property
     def shard_shape(self) -> tuple[int, ...]:
         """The local shape of this rank's shard of gradient and state."""

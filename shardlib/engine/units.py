@@ -644,7 +644,7 @@ def make_units(
         if resharded[name] and staying:  # as a tensor that another stage has too: it stays with those outside of units
             groups[name] = [one for one in group if one not in staying]
             groups.setdefault("", []).extend(staying)
-    sizes = {unit: sum(map(_aligned_bytes, groups[unit])) for unit in units if unit in groups}
+    sizes = {unit: sum(one.max_local_bytes for one in groups[unit]) for unit in units if unit in groups}
     joined = join_small(sizes, resharded.__getitem__, joined_bytes)
     alternating = [_param_states_of(groups, names) for names in joined if resharded[names[0]]]
     buffers = [_buffer_for(alternating[start::2]) for start in (0, 1)]

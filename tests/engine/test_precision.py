@@ -106,12 +106,13 @@ def _bytes(stage: str) -> dict[str, int]:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_bytes_are_those_of_the_paper(ranks, stage):
-    """Two bytes a parameter, two a gradient, twelve of state: of which N ranks hold 1/N where the stage splits them."""
+    """Two bytes a parameter, four a gradient (they add up in float32), twelve of state: of which N ranks hold 1/N where
+    the stage splits them."""
     count = sum(p.numel() for p in gpt().parameters())
     split = {"replicate": (1, 1, 1), "zero(2)": (1, 2, 2), "zero(3)": (2, 2, 2)}[stage]
     for held in ranks(2).run(_bytes, stage):
         assert held["parameters"] == 2 * count / split[0]
-        assert held["gradients"] == 2 * count / split[1]
+        assert held["gradients"] == 4 * count / split[1]
         assert held["state"] == 12 * count / split[2] == held["planned"]
 
 
@@ -172,4 +173,4 @@ def test_gradients_of_bfloat16_add_up_in_float32(ranks, stage: str):
     exact, _ = ranks(2).run(_accumulated, (sl.precision("bf16", reduce="float32"), STAGES[stage]), 64)[0]
     beside, _ = ranks(2).run(_accumulated, (sl.precision("bf16", autocast=True), STAGES[stage]), 64)[0]
     assert dtype is torch.float32 and low[1] is torch.bfloat16
-    assert exact < 1.5 * beside and exact <= error < low[0]
+    assert exact < 1.5 * beside and error < 2 * beside and 1.5 * max(exact, error) < low[0]

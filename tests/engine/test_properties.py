@@ -14,7 +14,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from shardlib import MeshShape, Rules
+from shardlib import MeshShape, Rules, zero
 from shardlib.testing import strategies
 from shardlib.testing.equivalence import assert_equivalent
 from shardlib.testing.models import MLP, ConvNet, Numbers, Tokens, Transformer
@@ -91,12 +91,31 @@ def _mlp(width: int, rules: dict[str, str]) -> Case:
 # A dim that two axes split unevenly, on a mesh that has a flattened form; one that each axis divides, but not both.
 _SPLIT_TWICE = _mlp(9, {"scale": "width@(tp,sp)"})
 _TOO_FEW_FOR_BOTH = _mlp(2, {"up": "out@(tp,sp) in"})
+# Local shapes differ, and with them what a bucket's size takes: ranks made other buckets, and gathered other gradients.
+_BUCKETS_OF_UNEVEN_SHAPES = Case(
+    ModelFactory(MLP, (("ins", 5), ("width", 3), ("outs", 5), ("shared", "weight"), ("buffers", True))),
+    Numbers((6, 5)),
+    MeshShape("sp=2,tp=2,dp=2"),
+    Rules(
+        {
+            "^scale": "_@sp",
+            "^shift": "_@(sp,tp)",
+            "^up": "out@sp in",
+            "^down.weight": "out@tp in",
+            "^down.bias": "out@tp",
+        },
+        activations={"^again.output": "_@(sp,tp) _", "^dropout.output": "_ _@tp"},
+        unmatched="replicate",
+    ),
+    transforms=(zero(1),),
+)
 
 
 @settings(max_examples=_ALL // 5)
 @given(case=strategies.cases(strategies.mlps(dropout=True), meshes=_MESHES))
 @example(case=_SPLIT_TWICE)
 @example(case=_TOO_FEW_FOR_BOTH)
+@example(case=_BUCKETS_OF_UNEVEN_SHAPES)
 def test_an_mlp_of_uneven_widths(case: Case):
     _train(case)
 

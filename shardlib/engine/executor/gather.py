@@ -37,7 +37,7 @@ def unshard_buckets(executor: Executor, param_states: Sequence[ParamState]) -> l
         param_states,
         alone=lambda one: one.is_unbucketed("parameters, forward"),
         key=lambda one: (one.axes, one.dtype, "stored" in one.offloaded),
-        size=lambda one: one.memory.nbytes,
+        size=lambda one: one.max_local_bytes,
         limit=math.inf,
     )
     return [UnshardBucket(executor, batch) for batch in batches]
@@ -84,7 +84,7 @@ def update_buckets(
         [one for one in param_states if one.is_updated_sharded],
         alone=lambda one: one.is_unbucketed("updated parameters"),
         key=lambda one: (one.axes, one.dtype, bool(unit_of(one.names, known))),
-        size=lambda one: local_of(one.param).nbytes,
+        size=lambda one: one.max_local_bytes,
         limit=bucket_bytes,
     )
     return [UpdateBucket(executor, batch, known) for batch in batches]

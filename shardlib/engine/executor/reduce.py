@@ -142,7 +142,7 @@ class ReduceBucket(ABC):
 
     @property
     def workspace_bytes(self) -> int:
-        """The workspace bytes of the bucket while it is pending; the same on all ranks."""
+        """The workspace bytes of the bucket while it is pending; ranks with smaller local shapes may need fewer."""
         return 0
 
     @property
