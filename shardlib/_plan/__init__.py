@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardlib._plan.experts import expert_rows
-from shardlib._plan.make import RulesLike, Transform, as_rules, plan, say_absent_axes
+from shardlib._plan.make import RulesLike, Transform, as_rules, plan, say_absent_axes, transformed
 from shardlib._plan.memory import Blocks, Memory
 from shardlib._plan.movements import (
     Movement,
@@ -48,5 +48,6 @@ __all__ = [
     "rows_by_name",
     "say_absent_axes",
     "state_update",
+    "transformed",
     "unit_of",
 ]

@@ -19,7 +19,7 @@ from shardlib.errors import PlanError
 from shardlib.rules import Rules, Stage, TensorLayout
 from shardlib.rules.stages import Weigh, read_stages, resolve_stages
 
-__all__ = ["RulesLike", "Transform", "as_rules", "plan", "say_absent_axes"]
+__all__ = ["RulesLike", "Transform", "as_rules", "plan", "say_absent_axes", "transformed"]
 
 RulesLike = Rules | Mapping[str, Any] | str | Path
 Transform = Callable[[Plan], Plan]
@@ -81,7 +81,15 @@ def plan(
         f'Axis "{axis}" ({shape[axis]} ranks) shards nothing: no rule of this model names it.{lacking}'
         for axis in made.idle_axes
     ]
-    made = made.replace(notes=(*made.notes, *idle))
+    return transformed(made.replace(notes=(*made.notes, *idle)), transforms)
+
+
+def transformed(made: Plan, transforms: Transform | Sequence[Transform]) -> Plan:
+    """Apply a transform, or several in order.
+
+    Raises:
+        PlanError: these are no functions, or one does not return a plan.
+    """
     each = (transforms,) if callable(transforms) else transforms
     if isinstance(each, str) or not isinstance(each, Iterable):
         raise PlanError(

@@ -21,7 +21,7 @@ from shardlib import layouts
 from shardlib._log import timed
 from shardlib._mesh import MeshLike, MeshShape, device_here
 from shardlib._mesh import mesh as make_mesh
-from shardlib._plan import Plan, plan
+from shardlib._plan import Plan, plan, transformed
 from shardlib.engine import _torch, agree, exact, fp8, optimizer
 from shardlib.engine.apply.additions import refuse_additions
 from shardlib.engine.apply.calls import compile_calls, wrap_calls
@@ -78,7 +78,7 @@ def shard_model(
         mesh: "dp=2,tp=4", a `MeshShape`, or a `DeviceMesh` with named axes.
         rules: `Rules`, a mapping from patterns to layouts, the name or path of a layout file, or a `Plan`; by default
             the layout that `layouts.for_model` finds for this class.
-        transforms: a function from plan to plan, or several, applied in order.
+        transforms: a function from plan to plan, or several, applied in order; also to a `Plan` given as rules.
         init: the source of the values of a model on `meta`: a safetensors file or folder, a mapping from names to full
             tensors, a function that initialises one module's own tensors, "reset_parameters", or several of these in
             order. None for a model that was built in a `LazyInitContext`. Each rank keeps only its local shards, and
@@ -307,7 +307,7 @@ def _planned(model: nn.Module, device_mesh: DeviceMesh, rules: Any, transforms: 
                 f'The plan was made for mesh "{rules.mesh}", but the model is to be sharded on mesh '
                 f'"{MeshShape.of(device_mesh)}". Make the plan again for this mesh: shardlib.plan(model, mesh, rules).'
             )
-        return rules
+        return transformed(rules, transforms)
     return plan(
         model,
         device_mesh,

@@ -395,11 +395,10 @@ def _sharded(case: Case, model: nn.Module, device_mesh: DeviceMesh, rank_coordin
     if case.shard is None:
         rng = "fast" if case.mesh.pipeline_axes else case.rng  # stages draw at the same time
         chosen = {"compile": None, "rng": rng, **case.options}
-        rules, transforms = case.rules, case.transforms
+        transforms = case.transforms
         if case.scales[0] and "bucket_mb" not in case.options:
-            rules = at_scale(rules) if isinstance(rules, Plan) else rules
             transforms = (at_scale, *transforms, at_scale)
-        return shard_model(model, device_mesh, rules, transforms=transforms, **chosen)
+        return shard_model(model, device_mesh, case.rules, transforms=transforms, **chosen)
     made = case.shard(model, device_mesh)
     if not isinstance(made, nn.Module):
         raise InputError(f"shard= returned a {type(made).__name__}; it has to return the sharded nn.Module.")
