@@ -40,10 +40,11 @@ from shardlib.engine.params import Axes, ParamState, local_of
 from shardlib.engine.schedule import Reductions
 from shardlib.errors import ShardingError
 
-__all__ = ["Aside", "GradientBucket", "GradientReducer", "begin_hook"]
+__all__ = ["ORDER_BITS", "Aside", "GradientBucket", "GradientReducer", "begin_hook"]
 
 # The gradient of this rank's examples, and the reduced gradient.
 Aside = tuple[torch.Tensor | None, torch.Tensor | None]
+ORDER_BITS = 16  # of the number that tells orders of units apart
 
 
 class GradientReducer:
@@ -79,7 +80,7 @@ class GradientReducer:
         self.dtype, self.bucket_bytes = dtype, bucket_bytes
         self.sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
         self.averaging = Averaging(data_axes, self.sizes, passes)
-        self.reductions = Reductions(bucket_bytes, self._agree_on_missing)
+        self.reductions = Reductions(bucket_bytes, self._flags, self._agree_on_missing)
         self.enabled = True
         self.compare: Callable[[], None] | None = None  # called before each backward pass
         self.order_of_units: Callable[[], int] | None = None  # a number that tells orders of units apart
@@ -98,6 +99,7 @@ class GradientReducer:
         self._pass = 0
         self._closing = False  # whether this backward pass is the last of several in a step
         self._used: list[bool] | None = None
+        self._known_flags: dict[Any, torch.Tensor] = {}  # those of the last pass
         self._handles: list[Any] = []
         self._listen()
         self._left_out = self._slots  # in no bucket: frozen when buckets were laid out
@@ -432,7 +434,7 @@ class GradientReducer:
         for (axes, *_), batch in batches.items():
             bucket = self._bucket(axes, batch, batch[0].param_state)
             assert isinstance(bucket, ReduceScatterBucket)
-            bucket.begin(0)
+            bucket.begin(None)
             bucket.wait()
             self.executor.downloads.wait()
             found |= {
@@ -504,26 +506,42 @@ class GradientReducer:
 
     # --- missing gradients --------------------------------------------------------------------------------------------
 
-    def _agree_on_missing(self, count: torch.Tensor) -> None:
+    def _flags(self) -> torch.Tensor:
+        """Return ones for the gradients that this rank has, in the order of slots, and for its order of units.
+
+        Each bit of the order's number has two flags, one for 0 and one for 1: sums of both are above zero only where
+        ranks differ, in any dtype.
+        """
+        filled = tuple(slot.filled for slot in self._slots)
+        order = 0 if self.order_of_units is None else self.order_of_units()
+        if (filled, order) not in self._known_flags:
+            bits = [order >> i & 1 for i in range(ORDER_BITS)]
+            ones = [float(one) for one in (*filled, *bits, *(1 - bit for bit in bits))]
+            self._known_flags = {(filled, order): torch.tensor(ones, device=self.executor.device)}
+        return self._known_flags[filled, order]
+
+    def _agree_on_missing(self, flags: torch.Tensor) -> None:
         """Find the gradients that any rank has: ranks without them contribute zeros; others stay None on all ranks.
 
-        In a dry run nothing can be counted, and all ranks are taken to have the same gradients.
+        A rank that has all gradients on an accelerator need not know, and does not wait for the device. In a dry run
+        nothing can be counted, and all ranks are taken to have the same gradients.
         """
-        if _torch.has_values(count) and count.item():
-            used = [float(slot.filled) for slot in self._slots]
-            order = 0 if self.order_of_units is None else self.order_of_units() % 1024
-            sums = torch.tensor([*used, order, order**2], dtype=torch.float64, device=count.device)
-            transport = self.executor.transport(self.data_axes)
-            transport.all_reduce(sums).wait()
-            *numbers, total, squares = sums.tolist()
-            if squares * transport.count != total**2:  # equal only where all ranks have the same number
-                raise ShardingError(
-                    "Data ranks ran other modules, or in another order, while the plan stores parameters in shards: "
-                    "each rank gathers what the others gather at the same time, and has computed with the weights of "
-                    "another module. Run the same modules on every rank, as by adding 0 * module(x); or keep "
-                    "parameters full between steps: zero(2)."
-                )
-            self._used = [number > 0 for number in numbers]
+        sent = [slot for bucket in self.reductions.buckets for slot in bucket.slots]
+        complete = all(slot.filled for slot in sent)
+        if not _torch.has_values(flags) or (complete and flags.device.type != "cpu"):
+            return
+        numbers = (flags.real if flags.is_complex() else flags).tolist()
+        set_bits, unset_bits = numbers[len(self._slots) :][:ORDER_BITS], numbers[-ORDER_BITS:]
+        ranks = set_bits[0] + unset_bits[0]
+        differ = any(one and zero for one, zero in zip(set_bits, unset_bits, strict=True))
+        if differ and any(numbers[slot.index] < ranks for slot in sent):
+            raise ShardingError(
+                "Data ranks ran other modules, or in another order, while the plan stores parameters in shards: "
+                "each rank gathers what the others gather at the same time, and has computed with the weights of "
+                "another module. Run the same modules on every rank, as by adding 0 * module(x); or keep "
+                "parameters full between steps: zero(2)."
+            )
+        self._used = [number > 0 for number in numbers]
 
     def _is_used(self, slot: Slot) -> bool:
         return slot.filled or (self._used is not None and self._used[slot.index])
@@ -555,7 +573,7 @@ class GradientReducer:
         closing = self._take_closing(regular) if self.data_axes and regular else None
         self.buckets = [self._bucket(axes, slots, slots[0].param_state) for axes, slots in regular]
         if closing is not None:
-            self.buckets.append(self._bucket(*closing, last=True))
+            self.buckets.append(self._bucket(*closing, flags=len(self._slots) + 2 * ORDER_BITS))
         for slot in self._slots:
             slot.bucket = None
         for bucket in self.buckets:
@@ -564,9 +582,9 @@ class GradientReducer:
                 slot.bucket = bucket
 
     def _take_closing(self, batches: list[tuple[Axes, list[Slot]]]) -> tuple[Axes, list[Slot], ParamState]:
-        """Remove the batch that travels last; it is sent in every pass, with room for the number of missing gradients.
+        """Remove the batch that travels last; it is sent in every pass, with room for flags.
 
-        Where none is fit for that, the number travels in an empty bucket like one of the others.
+        Where none is fit for that, the flags travel in an empty bucket like one of the others.
         """
         regular = [batch for batch in batches if batch[1][0].param_state.reduces_every_pass] or batches
         regular = [batch for batch in regular if batch[1][0].param_state.is_stored_sharded] or regular
@@ -577,9 +595,9 @@ class GradientReducer:
         batches.remove(packed[-1])
         return axes, slots, slots[0].param_state
 
-    def _bucket(self, axes: Axes, slots: list[Slot], like: ParamState, *, last: bool = False) -> ReduceBucket:
+    def _bucket(self, axes: Axes, slots: list[Slot], like: ParamState, *, flags: int = 0) -> ReduceBucket:
         dtype = self.dtype or (slots[0].param_state.dtype if slots else torch.float32)
-        common = self.executor, self.averaging, axes, slots, dtype, like, last
+        common = self.executor, self.averaging, axes, slots, dtype, like, flags
         if like.shard_spec is not None:
             return ReduceScatterBucket(*common)
         return AllReduceBucket(*common, on_mesh=self.has_shards)

@@ -29,11 +29,12 @@ class Reductions:
 
     Args:
         limit: the workspace bytes that pending buckets may use together; a larger bucket is pending alone.
-        agree: called with the number of missing gradients on all ranks, from the last bucket.
+        flags: returns the flags of this rank, for the bucket that closes the pass.
+        agree: called with the sums of the flags over all ranks.
     """
 
-    def __init__(self, limit: int, agree: Callable[[torch.Tensor], None]) -> None:
-        self.limit, self._agree = limit, agree
+    def __init__(self, limit: int, flags: Callable[[], torch.Tensor], agree: Callable[[torch.Tensor], None]) -> None:
+        self.limit, self._flags, self._agree = limit, flags, agree
         self.buckets: list[ReduceBucket] = []
         self._reduction: Callable[[GradientBucket], object] | None = None
         self._begun = self._waited = 0
@@ -83,28 +84,25 @@ class Reductions:
         bucket = self.buckets[self._begun]
         while bucket.workspace_bytes + sum(self._pending_bytes()) > self.limit and self._waited < self._begun:
             self._wait()
-        missing = self._missing() if bucket.last else 0
+        if self._begun > self._waited:
+            self.buckets[self._begun - 1].advance()
+        flags = self._flags() if bucket.flags else None
         if self._reduction is None:
-            bucket.begin(missing)
+            bucket.begin(flags)
         else:
             assert isinstance(bucket, AllReduceBucket)
-            bucket.begin_by(self._reduction, missing, self._begun)
+            bucket.begin_by(self._reduction, flags, self._begun)
         bucket.begun = True
         self._begun += 1
 
     def _wait(self) -> None:
-        bucket = self.buckets[self._waited]
-        missing = bucket.wait()
+        flags = self.buckets[self._waited].wait()
         self._waited += 1
-        if missing is not None:
-            self._agree(missing)
+        if flags is not None:
+            self._agree(flags)
 
     def _pending_bytes(self) -> Iterator[int]:
         return (bucket.workspace_bytes for bucket in self.buckets[self._waited : self._begun])
-
-    def _missing(self) -> int:
-        """Return the number of gradients of this pass that this rank does not have."""
-        return sum(not slot.filled for bucket in self.buckets for slot in bucket.slots)
 
 
 class RunOrder(Generic[T]):

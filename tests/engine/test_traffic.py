@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 import shardlib as sl
 from shardlib.engine import dryrun
 from shardlib.engine.apply import apply_plan, record_of
+from shardlib.engine.gradients import ORDER_BITS
 from shardlib.engine.transport import Sent as Call
 from shardlib.optim import Lamb
 from shardlib.testing.models import Transformer, rules_for
@@ -35,7 +36,6 @@ TRANSFORMS = (
     fsdp(reshard_after_forward=True),
     fsdp(reshard_after_forward=False),
 )
-COUNT = 4  # bytes of the number of missing gradients, which rides with them
 
 
 def _build(sizes: dict[str, Any]) -> torch.nn.Module:
@@ -93,9 +93,10 @@ def _check_bytes(ranks, transform: Transform, mesh: str, sizes: dict[str, Any], 
     planned = plan.traffic()
     measured = ranks(shape.world_size).run(_sent, mesh, transform, sizes, bucket_mb)
     others = shape["dp"] - 1
-    beside = others * COUNT
+    flags = 4 * (len([*model.parameters()]) + 2 * ORDER_BITS)  # bytes; they travel with the last gradients
+    beside = others * flags
     if transform == replicate():
-        beside = Fraction(2 * others, shape["dp"]) * (COUNT + _padding(plan))
+        beside = Fraction(2 * others, shape["dp"]) * (flags + _padding(plan))
     missing = sum(each.bytes for each in planned) + beside - Fraction(sum(measured), len(measured))
     rounded_up = sum(each.tensors for each in planned) if shape["dp"] == 3 else 0
     assert 0 <= missing <= rounded_up

@@ -600,6 +600,23 @@ def test_a_model_without_blocks_and_one_with_uneven_sizes():
         assert_equivalent(model, Numbers((6, 5)), mesh="dp=3", rules={"**": None}, transforms=(stage,), steps=2)
 
 
+def _collectives_of_a_pass() -> list[str]:
+    def alone(plan: sl.Plan) -> sl.Plan:
+        return plan.replace(step=plan.step.replace(bucket_mb=1, unbucketed_mb=0.01))
+
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
+    sl.shard_model(model, "dp=2,fsdp=2", {"**": None}, transforms=(sl.zero(2, axis="fsdp"), alone), compile=None)
+    for _ in range(2):
+        with sl.engine.record_collectives(model) as log:
+            model(torch.ones(2, 64)).square().mean().backward()
+    return [one.kind for one in log.collectives]
+
+
+def test_replicas_sum_the_shards_of_a_bucket_while_backward_goes_on(ranks):
+    """And not all at its end: before the next bucket begins. The last one has the flags alone."""
+    assert ranks(4).run(_collectives_of_a_pass) == [["send", "receive", "all_reduce"] * 5] * 4
+
+
 def _what_can_be_planned_only() -> None:
     with pytest.raises(sl.errors.PlanError, match="these differ in their data axes"):
         _model(sl.fsdp("fsdp"), sl.zero(1), mesh="dp=2,fsdp=2")

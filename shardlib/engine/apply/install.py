@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardlib.engine import _torch, balance, batchnorm, borders, exact, experts, ops, state
 from shardlib.engine.apply.rank_plan import RankPlan, owner_of
 from shardlib.engine.conversion import refuse_conversions, refuse_pickles
+from shardlib.engine.embedding import is_embedding, look_up_locally
 from shardlib.engine.linear import compute_locally
 from shardlib.engine.region import install_region
 from shardlib.engine.regions import inside
@@ -31,7 +32,7 @@ def install_modules(model: nn.Module, rank_plan: RankPlan, undo: Undo, *, global
         ops.enable(rank_plan.model_mesh)
         _install_regions(model, rank_plan, rank_plan.model_mesh, undo)
         _install_borders(model, rank_plan, rank_plan.model_mesh, undo)
-        _install_linears(model, rank_plan, rank_plan.model_mesh, undo)
+        _install_layers(model, rank_plan, rank_plan.model_mesh, undo)
     _install_experts(model, rank_plan, undo)
     is_split = bool(rank_plan.model_axes or rank_plan.data_axes)
     if is_split:  # a stage that one rank holds is cast as on one device
@@ -78,10 +79,14 @@ def _install_borders(model: nn.Module, rank_plan: RankPlan, model_mesh: DeviceMe
         undo.callback(handle.remove)
 
 
-def _install_linears(model: nn.Module, rank_plan: RankPlan, model_mesh: DeviceMesh, undo: Undo) -> None:
+def _install_layers(model: nn.Module, rank_plan: RankPlan, model_mesh: DeviceMesh, undo: Undo) -> None:
     layouts_out = {b.module: b.layout for b in rank_plan.plan.borders if b.side == "output" and b.layout is not None}
     for name, module in model.named_modules():
-        if linear_dims(module) is None or not inside(name, rank_plan.regions):
+        if not inside(name, rank_plan.regions):
+            continue
+        if is_embedding(module):
+            undo.callback(look_up_locally(module))
+        if linear_dims(module) is None:
             continue
         weight = _torch.own_tensors(module)[0].get("weight")
         if weight is not None and rank_plan.is_global(f"{name}.weight".lstrip("."), weight):

@@ -122,7 +122,7 @@ class ReduceBucket(ABC):
         slots: the gradients.
         dtype: the dtype in which the gradients are sent.
         like: a parameter with the layouts of those in the bucket, which may be empty.
-        last: whether the bucket closes a backward pass and carries the number of missing gradients.
+        flags: the number of flags that the bucket carries if it closes a backward pass: which gradients a rank has.
         missing: the number of gradients that the running backward pass has yet to make.
         begun: whether the bucket has been sent in the running backward pass.
         taken: the gradients that are sent from their own memory, and are not in `p.grad` meanwhile: a hook that wrote
@@ -135,7 +135,7 @@ class ReduceBucket(ABC):
     slots: list[Slot]
     dtype: torch.dtype
     like: ParamState
-    last: bool = False
+    flags: int = 0
     missing: int = 0
     begun: bool = False
     taken: list[torch.Tensor | None] = field(default_factory=list)
@@ -156,16 +156,16 @@ class ReduceBucket(ABC):
             slot.filled = False
 
     @abstractmethod
-    def begin(self, missing_count: int) -> None:
-        """Send the gradients.
+    def begin(self, flags: torch.Tensor | None) -> None:
+        """Send the gradients, and the flags of this rank in the bucket that closes the pass."""
 
-        Args:
-            missing_count: the number of gradients of this pass that this rank does not have, for the last bucket.
-        """
+    @abstractmethod
+    def advance(self) -> None:
+        """Begin what follows the first collective, before the next bucket begins."""
 
     @abstractmethod
     def wait(self) -> torch.Tensor | None:
-        """Wait for the means; return the number of missing gradients over all ranks, from the last bucket."""
+        """Wait for the means; return the sums of the flags over all ranks, from the bucket that closes the pass."""
 
     @abstractmethod
     def set_grads(self, is_used: Callable[[Slot], bool]) -> None:
@@ -229,39 +229,39 @@ class AllReduceBucket(ReduceBucket):
     work: Any = None
 
     def __post_init__(self) -> None:
-        if not travels_alone(self.slots) or self.last:
+        if not travels_alone(self.slots) or self.flags:
             self.sizes = [slot.param_state.max_local_numel for slot in self.slots]
         self._views: dict[int, list[torch.Tensor]] = {}  # by the address of the buffer
 
     @property
     def is_packed(self) -> bool:
         """Whether the gradients are copied into a buffer."""
-        return bool(self.sizes) or self.last
+        return bool(self.sizes) or bool(self.flags)
 
     @property
     def workspace_bytes(self) -> int:
-        return (sum(self.sizes) + self.last) * self.dtype.itemsize
+        return (sum(self.sizes) + self.flags) * self.dtype.itemsize
 
-    def begin(self, missing_count: int) -> None:
-        self.sent = self._packed(missing_count)
+    def begin(self, flags: torch.Tensor | None) -> None:
+        self.sent = self._packed(flags)
         self.work = self.executor.transport(self.axes).all_reduce(self.sent, self._movements())
 
-    def begin_by(self, reduction: Callable[[GradientBucket], Any], missing_count: int, index: int) -> None:
-        """Send the gradients by a registered reduction, as the bucket of that index.
-
-        The number of missing gradients is reduced apart, since it must be exact.
-        """
-        self.sent = self._packed(missing_count)
+    def begin_by(self, reduction: Callable[[GradientBucket], Any], flags: torch.Tensor | None, index: int) -> None:
+        """Send the gradients by a registered reduction, as the bucket of that index; flags are reduced apart."""
+        self.sent = self._packed(flags)
         transport = self.executor.transport(self.axes)
         transport.note("all_reduce", self._movements())
         flat = self.sent.as_strided((self.sent.numel(),), (1,), self.sent.storage_offset())
-        if self.last:
-            dist.all_reduce(flat[-1:], group=transport.group)
+        if self.flags:
+            dist.all_reduce(flat[-self.flags :], group=transport.group)
         names = tuple(slot.param_state.name for slot in self.slots)
-        bucket = GradientBucket(flat[: flat.numel() - self.last], transport.group, self.axes, names, index)
+        bucket = GradientBucket(flat[: flat.numel() - self.flags], transport.group, self.axes, names, index)
         self.work = reduction(bucket)
 
-    def _packed(self, missing_count: int) -> torch.Tensor:
+    def advance(self) -> None:
+        """Do nothing: no collective follows an all-reduce."""
+
+    def _packed(self, flags: torch.Tensor | None) -> torch.Tensor:
         """Return the buffer to reduce: a workspace buffer, or the only gradient."""
         self.locals = self._gradients()
         if not self.is_packed:
@@ -269,16 +269,16 @@ class AllReduceBucket(ReduceBucket):
             self.taken, slot.unreduced = [slot.unreduced], None
             self.locals = [_dense(self.locals[0], slot.param_state)]
             return self.locals[0]  # type: ignore[return-value]
-        numel = sum(self.sizes) + self.last
+        numel = sum(self.sizes) + self.flags
         self.borrowed = self.executor.workspace.take(numel, self.dtype, self.executor.device)
         flat = self.borrowed[:numel]
         there = [(view, grad) for view, grad in zip(self._places(flat), self.locals, strict=True) if grad is not None]
-        if len(there) < len(self.locals) or numel - self.last > sum(view.numel() for view, _ in there):
+        if len(there) < len(self.locals) or numel - self.flags > sum(view.numel() for view, _ in there):
             flat.zero_()
         if there:
             _torch.copy_all([view for view, _ in there], [grad for _, grad in there])
-        if self.last:
-            flat[-1] = missing_count
+        if flags is not None:
+            flat[-self.flags :] = flags
         return flat
 
     def _places(self, flat: torch.Tensor) -> list[torch.Tensor]:
@@ -298,7 +298,7 @@ class AllReduceBucket(ReduceBucket):
         if self.work is not None:
             self.work.wait()
         self.work = None
-        total_missing = flat[-1].clone() if self.last else None
+        flags = flat[-self.flags :].clone() if self.flags else None
         if self.scale != 1:
             flat.mul_(self.scale)
         if self.is_packed:
@@ -311,7 +311,7 @@ class AllReduceBucket(ReduceBucket):
                     self.locals[i] = places[i].to(self.slots[i].param_state.grad_dtype, copy=True)
             self._give_workspace()
         self.sent = None
-        return total_missing
+        return flags
 
     def _give_workspace(self) -> None:
         assert self.borrowed is not None
@@ -349,10 +349,11 @@ class ReduceScatterBucket(ReduceBucket):
     """Gradients of which each rank gets the mean of its own shards, by a reduce-scatter.
 
     Attributes:
-        bucket: the bucket that moves the gradients; in the last one, followed by a count for each rank.
+        bucket: the bucket that moves the gradients; where it closes the pass, followed by the flags for each rank.
         remaining_axes: the axes that do not split the shards, over which an all-reduce follows.
         sent: the gradients, until they are reduced.
         moving: the pending reduce-scatter.
+        summing: the pending all-reduce over the remaining axes.
         out: this rank's shards in one flat tensor, new in each pass.
         shards: this rank's shards.
     """
@@ -361,6 +362,7 @@ class ReduceScatterBucket(ReduceBucket):
     remaining_axes: Axes = ()
     sent: list[torch.Tensor] = field(default_factory=list)
     moving: Handle | None = None
+    summing: Handle | None = None
     out: torch.Tensor | None = None
     shards: list[torch.Tensor] = field(default_factory=list)
 
@@ -368,8 +370,9 @@ class ReduceScatterBucket(ReduceBucket):
         transport, device = self.like.transport, self.executor.device
         assert transport is not None
         specs = [slot.param_state.shard_spec for slot in self.slots if slot.param_state.shard_spec is not None]
-        if self.last:
-            specs.append(ShardSpec((transport.count,), 0, tuple((slice(r, r + 1),) for r in range(transport.count))))
+        if self.flags:
+            each = tuple((slice(r * self.flags, (r + 1) * self.flags),) for r in range(transport.count))
+            specs.append(ShardSpec((transport.count * self.flags,), 0, each))
         self.bucket = Bucket(specs, transport, self.dtype, device, self.executor.workspace)
         self.remaining_axes = tuple(axis for axis in self.axes if axis not in self.like.axes)
 
@@ -377,36 +380,50 @@ class ReduceScatterBucket(ReduceBucket):
     def workspace_bytes(self) -> int:
         return self.bucket.arriving_bytes + self.bucket.packed_bytes
 
-    def begin(self, missing_count: int) -> None:
+    def begin(self, flags: torch.Tensor | None) -> None:
         self.taken = [slot.unreduced for slot in self.slots]
         self.sent = [_dense(grad, slot.param_state) for slot, grad in zip(self.slots, self._gradients(), strict=True)]
-        if self.last:
-            counts = (self.bucket.transport.count,)
-            self.sent.append(torch.full(counts, missing_count, dtype=self.dtype, device=self.executor.device))
+        if flags is not None:
+            self.sent.append(flags.to(self.dtype).repeat(self.bucket.transport.count))
         self.moving = self.bucket.reduce(self.sent, self._movements())
         for slot in self.slots:
             slot.unreduced = None
 
-    def wait(self) -> torch.Tensor | None:
+    def advance(self) -> None:
+        if self.remaining_axes and self.moving is not None:
+            self._sum()
+
+    def _sum(self) -> None:
+        """Wait for the reduce-scatter; begin the all-reduce of shards that other ranks have too."""
         assert self.moving is not None
         self.out = torch.empty(self.bucket.shard_numel, dtype=self.bucket.dtype, device=self.bucket.device)
-        self.bucket.sum_into(self.moving, self.out, 1.0 if self.remaining_axes or self.last else self.scale)
-        self.taken = []
-        if self.remaining_axes:
-            self.executor.transport(self.remaining_axes).all_reduce(self.out, self._movements()).wait()
-        total_missing = self.out[-1].clone() if self.last else None
-        if self.remaining_axes or self.last:
-            self.out.mul_(self.scale)
+        self.bucket.sum_into(self.moving, self.out, 1.0 if self.remaining_axes or self.flags else self.scale)
         self.moving, self.sent = None, []
+        if self.remaining_axes:
+            self.summing = self.executor.transport(self.remaining_axes).all_reduce(self.out, self._movements())
+
+    def wait(self) -> torch.Tensor | None:
+        if self.moving is not None:
+            self._sum()
+        if self.summing is not None:
+            self.summing.wait()
+            self.summing = None
+        assert self.out is not None
+        self.taken = []
+        flags = self.out[-self.flags :].clone() if self.flags else None
+        if self.remaining_axes or self.flags:
+            self.out.mul_(self.scale)
         shards = zip(self.slots, self.bucket.shards_in(self.out), strict=False)
         self.shards = [self._to_host(slot.param_state, shard) for slot, shard in shards]
-        return total_missing
+        return flags
 
     def drop(self) -> None:
         if self.moving is not None:
             shards = torch.empty(self.bucket.shard_numel, dtype=self.bucket.dtype, device=self.bucket.device)
             self.bucket.sum_into(self.moving, shards, 1.0)
-        self.moving, self.sent, self.out, self.shards, self.taken = None, [], None, [], []
+        if self.summing is not None:
+            self.summing.wait()
+        self.moving, self.summing, self.sent, self.out, self.shards, self.taken = None, None, [], None, [], []
 
     def _to_host(self, param_state: ParamState, shard: torch.Tensor) -> torch.Tensor:
         """Begin to copy a shard to the host, where the plan offloads the gradient; backward goes on meanwhile."""

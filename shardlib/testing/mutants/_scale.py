@@ -68,14 +68,14 @@ def _first_bucket_alone(original: Any) -> Any:
 def _last_left_out(original: Any) -> Any:
     def gradients(self: Any) -> Any:
         found = original(self)
-        return found if self.last or len(found) < 2 else [*found[:-1], None]
+        return found if self.flags or len(found) < 2 else [*found[:-1], None]
 
     return gradients
 
 
 def _scaled_twice(original: Any) -> Any:
     def wait(self: Any) -> Any:
-        if not self.last and self.is_packed:
+        if not self.flags and self.is_packed:
             self.sent.mul_(self.scale) if self.work is None else self.work.wait()
             self.sent.mul_(self.scale)
         return original(self)
@@ -97,7 +97,7 @@ def _not_copied_back(original: Any) -> Any:
     def wait(self: Any) -> Any:
         own = [None if grad is None else grad.clone() for grad in self.locals]
         found = original(self)
-        for grad, before in list(zip(self.locals, own, strict=True))[1 if not self.last else len(own) :]:
+        for grad, before in list(zip(self.locals, own, strict=True))[1 if not self.flags else len(own) :]:
             if before is not None:
                 grad.copy_(before)
         return found
@@ -147,16 +147,17 @@ def _first_bucket_gathered(original: Any) -> Any:
 
 
 def _closing_bucket_alone(original: Any) -> Any:
-    def wait(self: Any) -> Any:
-        remaining = self.remaining_axes
-        if not self.last:
-            self.remaining_axes = ()
-        try:
+    def sum_over_shards(self: Any) -> Any:
+        if self.flags:
             return original(self)
+        remaining, self.remaining_axes = self.remaining_axes, ()
+        try:
+            with mock.patch.object(reduce.ReduceScatterBucket, "scale", 1.0):
+                return original(self)
         finally:
             self.remaining_axes = remaining
 
-    return wait
+    return sum_over_shards
 
 
 # Cases that several mutants share pass once.
@@ -226,6 +227,6 @@ SCALE = (
     Mutant(
         "replicas of shards", "only the last bucket of shards is summed over the replicas of hsdp",
         "pytorch/torchtitan#813; pytorch/pytorch#125484", r"embed",
-        _ON_HSDP, replaced(reduce.ReduceScatterBucket, "wait", _closing_bucket_alone),
+        _ON_HSDP, replaced(reduce.ReduceScatterBucket, "_sum", _closing_bucket_alone),
     ),
 )  # fmt: skip
