@@ -31,6 +31,10 @@ Each program runs in float64 on one device and on sharded models of two ranks (f
 their part of the batch, and returns what it saw: losses, gradients, weights after some steps, what it read. The numbers
 have to agree within 1e-10.
 
+The models are small, and so are the units and buckets of their plans: as in a large model at default settings, blocks
+are units of their own, stage 3 alternates between two buffers, gradients travel in several buckets, large tensors by
+themselves and small ones packed. The habits under "layers of several MiB" have the default settings.
+
 | a cell | means |
 |---|---|
 | same | everything that the program returns is that of one device |

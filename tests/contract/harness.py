@@ -60,13 +60,13 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Two blocks of width 8 between two linear layers."""
+    """Blocks between two linear layers: two of width 8, unless other numbers are given."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 8, blocks: int = 2) -> None:
         super().__init__()
-        self.stem = nn.Linear(6, 8)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.head = nn.Linear(8, 4)
+        self.stem = nn.Linear(6, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
+        self.head = nn.Linear(width, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.stem(x)
@@ -198,9 +198,23 @@ class Run:
         return net
 
     def shard(
-        self, model: nn.Module, split: Mapping[str, str] = SPLIT, stages: Any = STAGES, transforms: tuple[Any, ...] = ()
+        self,
+        model: nn.Module,
+        split: Mapping[str, str] = SPLIT,
+        stages: Any = STAGES,
+        transforms: tuple[Any, ...] = (),
+        *,
+        by_default: bool = False,
     ) -> Any:
-        """Shard a model; on one device, return it."""
+        """Shard a model, with units and buckets as small as they are large in a large model; on one device, return it.
+
+        Args:
+            model: a model for one device.
+            split: the rules of model axes.
+            stages: the modules of pipeline stages.
+            transforms: transforms beside those of the kind.
+            by_default: leave the sizes of units and buckets as users have them.
+        """
         if self.alone:
             return model
         if self.kind == DDP:
@@ -212,7 +226,8 @@ class Run:
         if kind.staged:
             rules = rules.with_stages(stages)
         mesh = _mesh(kind.mesh, self.patience, dist.group.WORLD)
-        transforms = (at_scale, *kind.transforms, *transforms, at_scale)
+        scale = () if by_default else (at_scale,)
+        transforms = (*scale, *kind.transforms, *transforms, *scale)
         return sl.shard_model(model, mesh, rules, transforms=transforms, compile=kind.compile, check=self.check)
 
     @contextlib.contextmanager
