@@ -14,6 +14,7 @@ from torch import nn
 import shardlib as sl
 from shardlib.booster import Booster
 from shardlib.testing.models import Tokens, Transformer, perturb, rules_for
+from tests.at_scale import plans_at_scale
 from tests.engine.mixture import Mixture
 from tests.engine.whole import whole
 
@@ -78,7 +79,9 @@ class Run:
         optimizer = adamw(model)
         warm_up(model, optimizer)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
-        self.model, self.optimizer, _, _, self.scheduler = self.booster.boost(model, optimizer, lr_scheduler=scheduler)
+        with plans_at_scale():
+            boosted = self.booster.boost(model, optimizer, lr_scheduler=scheduler)
+        self.model, self.optimizer, _, _, self.scheduler = boosted
         shape = sl.plan_of(self.model).mesh
         self.place = shape.data_place(shape.coordinate(dist.get_rank() if dist.is_initialized() else 0))
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from tests.at_scale import plans_at_scale
 from tests.families.transformer_models import build
 
 import accelerate  # isort: skip  # after what makes torchvision importable
@@ -81,6 +82,7 @@ def make(shards: dict[str, Any] | None, **options: Any) -> Any:
     return Accelerator(**shards, **options)
 
 
+@plans_at_scale()
 def run(
     shards: dict[str, Any] | None,
     *,

@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import shardlib as sl
+from tests.at_scale import plans_at_scale
 from tests.families import transformer_models
 from tests.torchvision_on_cpu import let_torchvision_in
 
@@ -229,6 +230,7 @@ def quietly() -> Iterator[None]:
         yield
 
 
+@plans_at_scale()
 def trained(
     case: str, folder: str, kind: str | None, *, resume: str | None = None, precision: str = "64-true", **options: Any
 ) -> Trained:
@@ -368,6 +370,7 @@ class Gan(LightningModule):
 GAN_RULES = {"generator.0": "colwise", "generator.2": "rowwise", "critic.0": "colwise", "critic.2": "rowwise"}
 
 
+@plans_at_scale()
 def adversaries(mesh: str | None, transforms: Any = ()) -> dict[str, torch.Tensor]:
     """Train a GAN by a sharding, or on one process without shardlib, and return its weights."""
     torch.manual_seed(0)

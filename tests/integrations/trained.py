@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 import shardlib as sl
+from tests.at_scale import plans_at_scale
 from tests.families.transformer_models import build
 from tests.integrations.accelerated import BATCH, build_model, examples, reset
 
@@ -89,6 +90,7 @@ def trainer_class(host: Any, sharding: str | None) -> tuple[Any, dict[str, Any]]
     return kind, {"sharding": sharding}
 
 
+@plans_at_scale()
 def run(
     sharding: str | None,
     folder: str,
@@ -228,6 +230,7 @@ def generates_on_ranks(lengths: tuple[int, int], *args: Any) -> tuple[Any, float
     return generates_until(lengths[torch.distributed.get_rank()], *args)
 
 
+@plans_at_scale()
 def fine_tunes(
     sharding: str | None, folder: str, trainer: str = "SFTTrainer", model_class: str = "GPT2LMHeadModel"
 ) -> Ran:

@@ -30,6 +30,7 @@ from shardlib.trainer import (
     launch,
 )
 from shardlib.trainer._trainer import _progress
+from tests.at_scale import plans_at_scale
 from tests.engine.whole import whole
 
 TOLERANCE = 1e-10
@@ -47,6 +48,7 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3)).double()
 
 
+@plans_at_scale()
 def began(
     config: dict[str, Any], *, rows: int, count: int = ROWS, tests: int = ROWS, **options: Any
 ) -> tuple[Trainer, Any, Any, Any]:

@@ -14,6 +14,7 @@ from torch import nn
 import shardlib as sl
 from shardlib.testing.models import Tokens
 from shardlib.trainer import ParallelMode, gpc, initialize
+from tests.at_scale import plans_at_scale
 from tests.booster.training import ROWS, STEPS, VOCAB, adamw, gpt
 from tests.engine.whole import whole
 
@@ -48,6 +49,7 @@ def mine(number: int) -> torch.Tensor:
     return batch(number).chunk(count)[index]
 
 
+@plans_at_scale()
 def by_engine(config: dict[str, Any], dtype: torch.dtype = torch.float64, *, by_grad: bool = False) -> Trained:
     """The loop of ColossalAI's users, who step after every batch, whatever `gradient_accumulation` is."""
     model = gpt(dtype)
