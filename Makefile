@@ -2,7 +2,7 @@
 # make test    format, lint, types, tests
 # make test-deep PART=1/2    the same tests with many more examples and cases; PART leaves the other half to another machine
 # make coverage    which lines and branches of shardlib/ the tests run, on ranks and in scripts too
-# make test-torch VERSION=2.14.1    the tests on another version of torch, in an environment of its own (several GB)
+# make test-torch VERSION=2.15.0    the tests on another version of torch, in an environment of its own (several GB)
 # make mutate    random mistakes in the pure rooms, which the tests of these rooms have to notice
 # make dist    wheel and sdist in dist/; make dist-test installs both into an empty environment and tries them
 # make docs    the documentation site, in .cache/site
@@ -45,7 +45,7 @@ coverage: $(VENV)/.dev
 	$(RUN) -m coverage report
 
 test-torch:
-	@test -n "$(VERSION)" || { echo "which version of torch? make test-torch VERSION=2.14.1"; exit 1; }
+	@test -n "$(VERSION)" || { echo "which version of torch? make test-torch VERSION=2.15.0"; exit 1; }
 	$(MAKE) suite VENV=.venv-torch-$(VERSION) CONSTRAINTS=.venv-torch-$(VERSION)/constraints.txt
 
 suite: $(VENV)/.dev

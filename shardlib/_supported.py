@@ -11,7 +11,7 @@ from shardlib.errors import VersionError, warn
 __all__ = ["NEWEST", "OLDEST", "release"]
 
 OLDEST = (2, 13)  # has what shardlib needs
-NEWEST = (2, 14)  # tested
+NEWEST = (2, 15)  # tested
 
 
 def release(version: str) -> tuple[int, ...]:

@@ -194,8 +194,8 @@ def test_a_torch_that_lacks_a_private_name_is_refused_in_the_words_of_the_table(
         row.require()
     assert str(caught.value) == (
         f"torch {torch.__version__} is installed and has no {row.name}, a private name that shardlib needs {row.why}. "
-        f"Without it, {row.without}. Seen in torch 2.13.0 and 2.14.1. Install one that has it: "
-        'pip install "torch==2.14.1".'
+        f"Without it, {row.without}. Seen in torch 2.13.0, 2.14.1 and 2.15.0. Install one that has it: "
+        'pip install "torch==2.15.0".'
     )
 
 

@@ -14,7 +14,7 @@ from shardlib.errors import VersionError
 
 __all__ = ["SEEN", "TABLE", "Private", "private", "private_when_used"]
 
-SEEN = ("2.13.0", "2.14.1")  # the versions of torch on which the tests have run
+SEEN = ("2.13.0", "2.14.1", "2.15.0")  # the versions of torch on which the tests have run
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Private:
         if not self.optional and not _exists(self.name):
             raise VersionError(
                 f"torch {torch.__version__} is installed and has no {self.name}, a private name that shardlib needs "
-                f"{self.why}. Without it, {self.without}. Seen in torch {' and '.join(SEEN)}. Install one that "
+                f"{self.why}. Without it, {self.without}. Seen in torch {', '.join(SEEN[:-1])} and {SEEN[-1]}. Install one that "
                 f'has it: pip install "torch=={SEEN[-1]}".'
             )
 
