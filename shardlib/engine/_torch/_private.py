@@ -42,9 +42,10 @@ class Private:
             VersionError: torch lacks the name.
         """
         if not self.optional and not _exists(self.name):
+            seen = f"{', '.join(SEEN[:-1])} and {SEEN[-1]}"
             raise VersionError(
                 f"torch {torch.__version__} is installed and has no {self.name}, a private name that shardlib needs "
-                f"{self.why}. Without it, {self.without}. Seen in torch {', '.join(SEEN[:-1])} and {SEEN[-1]}. Install one that "
+                f"{self.why}. Without it, {self.without}. Seen in torch {seen}. Install one that "
                 f'has it: pip install "torch=={SEEN[-1]}".'
             )
 
