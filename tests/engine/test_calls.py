@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import shardlib as sl
 from shardlib.engine import _torch
+from shardlib.errors import InputError
 from shardlib.testing.models import Transformer, rules_for
 
 
@@ -91,3 +93,39 @@ def test_a_module_has_one_wrapper_or_none(
 ):
     for found in ranks(sl.MeshShape(mesh).world_size).run(_all_around, mesh, transforms, **given):
         assert found == expected
+
+
+class Pair(nn.Module):
+    """Two parts that a loop may call by themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x))
+
+
+def _outputs(transform: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    model = sl.shard_model(Pair(), "dp=2", {"**": None}, transforms=(transform,))
+    x = torch.randn(2, 6)
+    return model(x).detach(), model.second(model.first(x)).detach()
+
+
+def _another_batch() -> None:
+    model = sl.shard_model(Pair(), "tp=2", {"first": "colwise", "second": "rowwise"}, compile=None)
+    with pytest.raises(InputError):
+        model.second(model.first(torch.full((2, 6), float(dist.get_rank()))))
+
+
+@pytest.mark.parametrize("transform", [sl.precision("bf16"), sl.precision("bf16", autocast=True)], ids=repr)
+def test_parts_that_are_called_by_themselves_compute_as_the_model_does(ranks, transform: Any):
+    """In bfloat16, and outputs are in float32."""
+    for whole, parts in ranks(2).run(_outputs, transform):
+        assert torch.equal(whole, parts) and parts.dtype is torch.float32
+        assert torch.equal(parts, parts.bfloat16().float())
+
+
+def test_parts_that_are_called_by_themselves_compare_their_first_batch(ranks):
+    ranks(2).run(_another_batch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ from torch import nn
 import shardlib as sl
 from shardlib.errors import ShardingError
 from shardlib.testing import assert_equivalent
+from shardlib.testing.at_scale import at_scale
 from shardlib.testing.models import Numbers
 
 
@@ -114,6 +116,41 @@ class Asking(nn.Module):
         x = self.last(self.first(x))
         self.ask(self.first.weight)
         return x
+
+
+class Writing(nn.Module):
+    """Writes into a weight in forward, once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.writes = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        if self.writes:
+            self.layers[-1].weight.detach().mul_(2)
+        return x
+
+
+def _mended() -> bool:
+    torch.manual_seed(0)
+    plain = Writing()
+    model = sl.shard_model(copy.deepcopy(plain), "dp=2", {"**": None}, transforms=(at_scale, sl.zero(3), at_scale))
+    model.layers[0].register_forward_pre_hook(
+        lambda layer, _args: layer.weight.detach().mul_(2) if model.writes else None
+    )
+    model.writes = True
+    with pytest.raises(ShardingError, match="was written to"):
+        model(ROWS(0).float())
+    model.writes = False
+    return torch.equal(model(ROWS(0).float()), plain(ROWS(0).float()))
+
+
+def test_a_model_whose_forward_was_refused_runs_once_it_is_mended(ranks):
+    """Two units were written to; all have their shards again, of which nothing was written to."""
+    assert all(ranks(2).run(_mended))
 
 
 REFUSED: dict[str, Callable[[torch.Tensor], Any]] = {

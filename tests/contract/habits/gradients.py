@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import shardlib as sl
 from tests.contract.declare import (
@@ -22,7 +25,7 @@ from tests.contract.declare import (
     refused_in_pipelines,
     refused_on_some_ranks,
 )
-from tests.contract.harness import Run
+from tests.contract.harness import Net, Run
 
 
 def read_gradients(run: Run, model: Any):
@@ -772,6 +775,55 @@ def function_that_returns_none(run: Run, model: Any):
 
 
 # --- exceptions -------------------------------------------------------------------------------------------------------
+
+
+class _Product(torch.autograd.Function):
+    """Multiplies by a weight, as fused losses and kernels do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight = ctx.saved_tensors
+        return grad @ weight, grad.flatten(0, -2).t() @ x.flatten(0, -2)
+
+
+class _Reads(Net):
+    """Gives the head's weight to another function than the head's."""
+
+    def __init__(self, multiply: Any) -> None:
+        super().__init__()
+        self.multiply = multiply
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.multiply(x, self.head.weight)
+
+
+def _reads(run: Run, multiply: Any) -> Any:
+    torch.manual_seed(0)
+    model = run.shard(_Reads(multiply).double())
+    run.loss(model).backward()
+    return run.gradients(model)
+
+
+@everywhere
+@refused_in_pipelines
+def give_a_weight_to_an_autograd_function(run: Run):
+    """Give a layer's weight to an `autograd.Function`, as fused losses do."""
+    return _reads(run, _Product.apply)
+
+
+@everywhere
+@refused_in_pipelines
+def give_a_weight_to_reentrant_checkpointing(run: Run):
+    """Give a layer's weight to `checkpoint(use_reentrant=True)`."""
+    return _reads(run, functools.partial(checkpoint, F.linear, use_reentrant=True))
 
 
 class _Raises(torch.autograd.Function):

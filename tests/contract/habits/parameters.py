@@ -431,6 +431,22 @@ def thaw_between_steps(run: Run):
     return run.trained(model, optimizer, 1, start=1)
 
 
+@everywhere
+@refused("pp", " is on stage 0, and not on this rank")
+def thaw_what_is_called_by_itself(run: Run, model: Any):
+    """Thaw between two passes what is called by itself, as generators and discriminators are."""
+    found = []
+    for frozen in (True, False):
+        model.stem.requires_grad_(not frozen)
+        x = model.stem(run.batch())
+        for block in model.blocks:
+            x = block(x)
+        model.head(x).square().mean().backward()
+        found.append(run.gradients(model))
+        model.zero_grad()
+    return found
+
+
 @own_part("pp", OTHER_STAGE, alone=True)
 def freeze_everything_but_the_head(run: Run, model: Any):
     """Freeze everything but the head after sharding, and train the head."""
