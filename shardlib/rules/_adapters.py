@@ -28,6 +28,7 @@ __all__ = ["following", "has_adapters", "renamed", "without_adapters"]
 _MODEL = "peft.peft_model.PeftModel"
 _ADAPTED = "peft.tuners.tuners_utils.BaseTunerLayer"
 _COPIED = "peft.utils.other.ModulesToSaveWrapper"
+_OF_TOKENS = "peft.utils.other.TrainableTokensWrapper"  # it holds an adapter that holds the layer
 _COPIES = "modules_to_save"
 
 
@@ -38,7 +39,9 @@ def without_adapters(model: nn.Module) -> nn.Module:
 
 def has_adapters(model: nn.Module) -> bool:
     """Return whether peft has wrapped modules of the model."""
-    return "peft" in sys.modules and any(_is_a(module, _MODEL, _ADAPTED, _COPIED) for module in model.modules())
+    return "peft" in sys.modules and any(
+        _is_a(module, _MODEL, _ADAPTED, _COPIED, _OF_TOKENS) for module in model.modules()
+    )
 
 
 def renamed(index: ModelIndex) -> tuple[dict[str, str], set[str]]:
@@ -71,7 +74,7 @@ def _before(index: ModelIndex, name: str, before: dict[str, str | None]) -> str 
     holder = index.modules[outer]
     if _is_a(holder, _ADAPTED):
         return before[outer] if last == "base_layer" else None
-    if _is_a(holder, _COPIED) or (outer.endswith(f".{_COPIES}") and _is_a(_holder(index, outer), _COPIED)):
+    if _is_a(holder, _COPIED, _OF_TOKENS) or (outer.endswith(f".{_COPIES}") and _is_a(_holder(index, outer), _COPIED)):
         return before[outer]
     return _joined(before[outer], last)
 

@@ -138,3 +138,12 @@ def test_adapters_where_peft_did_not_wrap_the_model() -> None:
         "mlp.up.lora_A.default.weight": "rank in",
         "mlp.up.lora_B.default.weight": "out@tp rank",
     }
+
+
+def test_an_embedding_of_which_peft_trains_some_rows() -> None:
+    """Its layer lies as it did, and the rows that are trained are replicated."""
+    plain = texts(RULES, Tiny())
+    model = adapted(Tiny(), target_modules=["up"], trainable_token_indices={"embed": [1, 3]})
+    found = texts(RULES, model)
+    assert found["embed.token_adapter.base_layer.weight"] == plain["embed.weight"]
+    assert found["embed.token_adapter.trainable_tokens_delta.default"] == ("_ _", "embed", WHOLE)
