@@ -12,6 +12,7 @@ from shardlib._plan.rows import Row
 from shardlib.errors import PlanError
 from shardlib.layout import Dim
 from shardlib.rules import Border
+from shardlib.rules._adapters import adapts_parameters
 
 __all__ = ["check_experts", "expert_notes", "expert_rows"]
 
@@ -64,6 +65,12 @@ def check_experts(model: nn.Module, rows: Sequence[Row], borders: Iterable[Borde
     for name, own in expert_rows(rows, mesh).items():
         for row in own:
             _refuse_row(row, mesh)
+        if adapts_parameters(model, name):
+            raise PlanError(
+                f'"{own[0].name}" is sharded over "{_axes(own[0], mesh)[0]}", and peft adapts it by target_parameters: '
+                "it adds to the parameters of all experts, and each rank would hold some of them. Shard the experts "
+                "over a tensor-parallel axis, or adapt other layers."
+            )
         _refuse_module(name, model.get_submodule(name), own, rows, mesh)
 
 

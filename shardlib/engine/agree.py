@@ -80,15 +80,28 @@ def plans_agree(lines: list[str], group: dist.ProcessGroup | None) -> None:
 
 def weights_agree(tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None) -> None:
     """Raise `ShardingError` if ranks start from different values of a tensor that all of them hold, not on `meta`."""
-    tensors = {name: tensor for name, tensor in tensors.items() if not tensor.is_meta}
-    if (found := _differing(tensors, group)) is None:
+    here = {name: tensor for name, tensor in tensors.items() if not tensor.is_meta}
+    if (found := _differing(here, group)) is None:
         return
     names, shown = found
+    _refuse_values_on_some_ranks(len(here), len(tensors), group)
     raise ShardingError(
-        f"The ranks start from different weights: {len(names)} of {len(tensors)} tensors {_with_first(names)}:\n"
+        f"The ranks start from different weights: {len(names)} of {len(here)} tensors {_with_first(names)}:\n"
         + shown
         + "\nSeed every rank alike before the model is built (torch.manual_seed(0)), or load the same checkpoint."
     )
+
+
+def _refuse_values_on_some_ranks(count: int, total: int, group: dist.ProcessGroup | None) -> None:
+    """Raise `ShardingError` if ranks have values of different numbers of tensors, and the others on `meta`."""
+    counts = exchange(count, group)
+    if len(set(counts)) > 1:
+        raise ShardingError(
+            f"Ranks have values of different numbers of the model's {total} tensors, and the others on the meta "
+            f"device:\n{_side_by_side(counts, group)}\nNo rank sends its values to the others. Load the weights on "
+            "every rank; or build the model on every rank in shardlib.LazyInitContext, also by from_pretrained: it "
+            "then takes no memory, and shard_model gives each rank its shards."
+        )
 
 
 def weights_stay_equal(tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None, axes: str) -> None:

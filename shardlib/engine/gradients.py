@@ -488,6 +488,7 @@ class GradientReducer:
         for bucket in self.reductions.buckets:
             bucket.set_grads(self._is_used)
         self._average_passes()
+        self._put_on_mesh()
         ends_step = self.enabled and not self.is_between_passes() and (self.reductions.buckets or not self.buckets)
         if ends_step and self._end_step is not None:
             self._end_step()
@@ -503,6 +504,18 @@ class GradientReducer:
             if grads := [local_of(grad) for grad in unbucketed if grad is not None]:
                 _torch.multiply_all(grads, self.averaging.over(()))
         self._closing = False
+
+    def _put_on_mesh(self) -> None:
+        """Wrap gradients outside of buckets as DTensors on the whole mesh, as `AllReduceBucket.on_mesh` says.
+
+        These are complete without a reduction: those of experts that no two ranks share.
+        """
+        if not (self.has_shards and self.enabled) or self.is_between_passes():
+            return
+        for slot in self._slots:
+            param_state, grad = slot.param_state, slot.param_state.param.grad
+            if slot.bucket is None and isinstance(grad, DTensor) and not param_state.is_local_shard(grad):
+                param_state.param.grad = param_state.wrap(local_of(grad))  # type: ignore[assignment]
 
     # --- missing gradients --------------------------------------------------------------------------------------------
 

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from shardlib.errors import PlanError, nearest
 from shardlib.rules.patterns import compile_pattern
 
-__all__ = ["modules_to_recompute", "recompute"]
+__all__ = ["modules_to_recompute", "recompute_in"]
 
 
 def modules_to_recompute(model: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
@@ -46,8 +46,22 @@ def modules_to_recompute(model: nn.Module, patterns: Sequence[str]) -> tuple[str
     return tuple(found.values())
 
 
-def recompute(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call `inner`, and call it again in backward instead of saving its activations."""
+def recompute_in(module: nn.Module) -> Callable[..., Any]:
+    """Return the function that calls a module's forward, and calls it again in backward instead of saving activations.
+
+    The second call ends where it has made all tensors that backward needs. torch takes the noise of `nn.RReLU` before
+    the op has drawn it, so a call that ends there goes back with memory that nothing was written into: a module that
+    has one is called to its end.
+    """
+    to_end = any(isinstance(child, nn.RReLU) for child in module.modules())
+    return functools.partial(_recompute, stop=not to_end)
+
+
+def _recompute(inner: Callable[..., Any], *args: Any, stop: bool, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return inner(*args, **kwargs)
-    return checkpoint(functools.partial(inner, **kwargs), *args, use_reentrant=False)
+    call = functools.partial(checkpoint, functools.partial(inner, **kwargs), *args, use_reentrant=False)
+    if stop:
+        return call()
+    with set_checkpoint_early_stop(False):
+        return call()

@@ -8,7 +8,8 @@ written for the model without adapters: they match a layer by its former name, a
     lora_A   rank in    `in` is split as the layer's: replicated for a column-parallel layer
     lora_B   out rank   `out` is split as the layer's: replicated for a row-parallel layer
 
-A rule that names a factor takes precedence. peft is not imported: its classes are recognised by their names.
+Factors of a module's parameters, such as those of experts, are replicated, and so are rows of an embedding that are
+trained. A rule that names a factor takes precedence. peft is not imported: its classes are recognised by their names.
 """
 
 from __future__ import annotations
@@ -23,11 +24,13 @@ from shardlib.layout import Dim, Factor, Layout
 from shardlib.rules._model import ModelIndex
 from shardlib.rules.dims import dims_of
 
-__all__ = ["following", "has_adapters", "renamed", "without_adapters"]
+__all__ = ["adapts_parameters", "following", "has_adapters", "renamed", "without_adapters"]
 
 _MODEL = "peft.peft_model.PeftModel"
 _ADAPTED = "peft.tuners.tuners_utils.BaseTunerLayer"
 _COPIED = "peft.utils.other.ModulesToSaveWrapper"
+_OF_TOKENS = "peft.utils.other.TrainableTokensWrapper"  # it holds an adapter that holds the layer
+_OF_PARAMETERS = "peft.tuners.lora.layer.ParamWrapper"  # one around the other for each parameter of a module
 _COPIES = "modules_to_save"
 
 
@@ -38,7 +41,15 @@ def without_adapters(model: nn.Module) -> nn.Module:
 
 def has_adapters(model: nn.Module) -> bool:
     """Return whether peft has wrapped modules of the model."""
-    return "peft" in sys.modules and any(_is_a(module, _MODEL, _ADAPTED, _COPIED) for module in model.modules())
+    return "peft" in sys.modules and any(
+        _is_a(module, _MODEL, _ADAPTED, _COPIED, _OF_TOKENS) for module in model.modules()
+    )
+
+
+def adapts_parameters(model: nn.Module, name: str) -> bool:
+    """Return whether peft adapts parameters of a module as a whole, which it replaces while the module runs."""
+    outer, _, last = name.rpartition(".")
+    return last == "base_layer" and _is_a(model.get_submodule(outer), _OF_PARAMETERS)
 
 
 def renamed(index: ModelIndex) -> tuple[dict[str, str], set[str]]:
@@ -71,7 +82,7 @@ def _before(index: ModelIndex, name: str, before: dict[str, str | None]) -> str 
     holder = index.modules[outer]
     if _is_a(holder, _ADAPTED):
         return before[outer] if last == "base_layer" else None
-    if _is_a(holder, _COPIED) or (outer.endswith(f".{_COPIES}") and _is_a(_holder(index, outer), _COPIED)):
+    if _is_a(holder, _COPIED, _OF_TOKENS) or (outer.endswith(f".{_COPIES}") and _is_a(_holder(index, outer), _COPIED)):
         return before[outer]
     return _joined(before[outer], last)
 
@@ -101,6 +112,7 @@ def following(index: ModelIndex, name: str, layout: Layout, mesh: MeshShape) -> 
     registered = dims_of(layer)
     named = registered.dims(attribute, len(layout.dims)) if registered is not None else None
     if registered is None or named is None or len(named) < 2:
+        yield from _factors_of_parameters(index, layer_name, mesh)
         return
     of_layer = {word: dim for word, dim in zip(named, layout.dims, strict=True) if isinstance(dim, Dim)}
     into = next((of_layer[word] for word in registered.contracted if word in of_layer), None)
@@ -111,6 +123,17 @@ def following(index: ModelIndex, name: str, layout: Layout, mesh: MeshShape) -> 
             shape = tuple(index.leaf[tensor].tensor.shape)
             dims = _dims_of_factor(index, tensor, len(shape), kind, factors.get(kind))
             yield tensor, Layout(dims).resolve(shape, mesh)
+
+
+def _factors_of_parameters(index: ModelIndex, layer_name: str, mesh: MeshShape) -> Iterator[tuple[str, Layout]]:
+    """Iterate over the factors that peft adds to parameters of a module, such as those of experts: replicated."""
+    outer, _, last = layer_name.rpartition(".")
+    while last == "base_layer" and _is_a(index.modules[outer], _OF_PARAMETERS):
+        for own, factor in index.modules[outer].named_parameters(remove_duplicate=False):
+            if not own.startswith("base_layer."):
+                shape = tuple(factor.shape)
+                yield f"{outer}.{own}", Layout((_unsplit("_"),) * len(shape)).resolve(shape, mesh)
+        outer, _, last = outer.rpartition(".")
 
 
 def _dims_of_factor(index: ModelIndex, tensor: str, ndim: int, kind: str, shared: Dim | None) -> tuple[Dim, ...]:

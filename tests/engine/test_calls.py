@@ -36,7 +36,7 @@ def _all_around(mesh: str, transforms: tuple[Any, ...], **given: Any) -> dict[st
 
 OWN = "modules._call_if_there"
 RECOMPUTE, UNIT, LATE, WATCH = (
-    "recompute.recompute",
+    "recompute._recompute",
     "units.Units.call",
     "schedule.Updates.call",
     "lost.watch_forward.<locals>.watched",

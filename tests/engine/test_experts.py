@@ -53,6 +53,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], str, Options]] = {
     "one expert a rank, and two": (Model, "ep=4", {}),
     "in parts": (Model, "dp=2,ep=2", {"transforms": [sl.zero(1), sl.zero(3, only="router")]}),
     "several passes": (Model, "dp=2,ep=2", {"accumulate": 2, "no_sync": True}),
+    "beside an axis of one rank": (Model, "dp=1,ep=2", {"transforms": [sl.zero(1)]}),
+    "beside an axis of one rank, in units": (Model, "fsdp=1,ep=2", {"transforms": [sl.fsdp()], "accumulate": 3}),
     "several passes that all reduce": (Model, "ep=2", {"accumulate": 2}),
     "a rank that nobody asks": (functools.partial(Model, favourites=(4, 3)), "ep=2", {}),
     "ranks that nobody asks": (functools.partial(Model, favourites=(0, 1)), "dp=2,ep=2", {"transforms": [sl.zero(2)]}),

@@ -157,3 +157,25 @@ def test_a_block_of_several_names_is_recomputed_once():
         "blocks.0.following",
         "blocks.0.following.following",
     )
+
+
+class Leaky(nn.Module):
+    """The last that its backward needs is noise that is saved before it is drawn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.act = nn.Linear(6, 8), nn.Linear(8, 6), nn.RReLU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.act(self.down(self.up(x).relu()))
+
+
+def _leaky() -> nn.Module:
+    return nn.Sequential(Leaky(), Leaky(), nn.Linear(6, 3))
+
+
+@pytest.mark.parametrize("mesh", ["tp=2", "dp=1"])
+def test_noise_that_an_op_writes_after_it_is_saved_is_drawn_again(mesh: str):
+    rules = {"up": "colwise", "down": "rowwise", "2": "replicate"} if "tp" in mesh else {"**": None}
+    transforms = (sl.checkpoint_activations(("0", "1")), zero(3))
+    assert_equivalent(_leaky, Numbers((4, 6)), mesh=mesh, rules=rules, transforms=transforms, rng="fast")

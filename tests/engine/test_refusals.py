@@ -176,6 +176,24 @@ def test_ranks_with_different_first_weights(ranks):
         assert untouched
 
 
+def _weights_on_one_rank() -> str:
+    with torch.device("meta" if dist.get_rank() else "cpu"):
+        model = _mlp()
+    return _message(ShardingError, lambda: sl.shard_model(model, "dp=2", {"**": None}, transforms=sl.zero(3)))
+
+
+def test_weights_on_the_first_rank_and_the_meta_device_on_the_others(ranks):
+    for message in ranks(2).run(_weights_on_one_rank):
+        assert message == (
+            "Ranks have values of different numbers of the model's 9 tensors, and the others on the meta device:\n"
+            "  rank 0: 9\n"
+            "  rank 1: 0\n"
+            "No rank sends its values to the others. Load the weights on every rank; or build the model on every rank "
+            "in shardlib.LazyInitContext, also by from_pretrained: it then takes no memory, and shard_model gives each "
+            "rank its shards."
+        )
+
+
 def _other_batches(evaluated: bool) -> str:
     model = sl.shard_model(_mlp(), "dp=2,tp=2", RULES)
     if evaluated:

@@ -6,6 +6,7 @@ import importlib
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from shardlib.rules import Rules
@@ -138,3 +139,29 @@ def test_adapters_where_peft_did_not_wrap_the_model() -> None:
         "mlp.up.lora_A.default.weight": "rank in",
         "mlp.up.lora_B.default.weight": "out@tp rank",
     }
+
+
+def test_an_embedding_of_which_peft_trains_some_rows() -> None:
+    """Its layer lies as it did, and the rows that are trained are replicated."""
+    plain = texts(RULES, Tiny())
+    model = adapted(Tiny(), target_modules=["up"], trainable_token_indices={"embed": [1, 3]})
+    found = texts(RULES, model)
+    assert found["embed.token_adapter.base_layer.weight"] == plain["embed.weight"]
+    assert found["embed.token_adapter.trainable_tokens_delta.default"] == ("_ _", "embed", WHOLE)
+
+
+class Mixed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.Module()
+        self.experts.up, self.experts.down = (nn.Parameter(torch.zeros(4, *size)) for size in ((6, 8), (8, 6)))
+
+
+def test_factors_of_parameters_of_a_module_are_replicated() -> None:
+    """peft wraps the module once for each of its parameters."""
+    rules = Rules({"experts.up": "expert ff@tp embed", "experts.down": "expert embed ff@tp"})
+    options: dict[str, Any] = {"target_modules": [], "target_parameters": ["experts.up", "experts.down"]}
+    found = texts(rules, adapted(Mixed(), **options))
+    assert found["experts.base_layer.base_layer.up"][:2] == ("expert ff@tp embed", "experts.up")
+    factors = {name: layout for name, (layout, _, _) in found.items() if ".lora_" in name}
+    assert len(factors) == 4 and set(factors.values()) == {"_ _"}

@@ -30,7 +30,7 @@ from shardlib.engine.apply.rank_plan import RankPlan
 from shardlib.engine.compile import CompileReport, compile_blocks, run_eagerly, warn_of_no_effect
 from shardlib.engine.lost import watch_forward
 from shardlib.engine.pipeline.route import Route
-from shardlib.engine.recompute import recompute
+from shardlib.engine.recompute import recompute_in
 from shardlib.engine.region import Root
 from shardlib.engine.schedule import Updates
 from shardlib.engine.undo import Undo
@@ -74,7 +74,7 @@ def wrap_calls(
     innermost_first: tuple[Mapping[str, Wrapper], ...] = (
         {name: partial(units.call, unit) for name, unit in units.units.items() if name} if units is not None else {},
         {name: partial(updates.call, name) for name in rank_plan.deferred} if updates is not None else {},
-        dict.fromkeys(recomputed, recompute),
+        {name: recompute_in(model.get_submodule(name)) for name in recomputed},
         {"": watch_forward(rank_plan.ranks_of_forward)} if check else {},
         dict.fromkeys(_entries(model), root.call) if _has_entries(rank_plan, root, check=check) else {},
         {} if plain else dict.fromkeys(["", *(units.units if units is not None else ())], run_eagerly),
