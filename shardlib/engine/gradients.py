@@ -116,7 +116,7 @@ class GradientReducer:
             param.requires_grad_(True)  # torch registers hooks on no other tensor
             self._handles.append(param.register_post_accumulate_grad_hook(_accumulation_hook(this)))
             if slot.param_state.shard_spec is not None:
-                self._handles.append(param.register_hook(begin_hook(this)))
+                self._handles.append(param.register_hook(begin_hook(this, slot)))
             param.requires_grad_(not frozen)
 
     def remove(self) -> None:
@@ -227,7 +227,9 @@ class GradientReducer:
             return
         ending = functools.partial(self._finish)
         self._ending = weakref.ref(ending, _raised_callback(weakref.ref(self)))
-        self._set_reduced_aside()
+        for slot in self._slots if self.has_shards else ():
+            if slot.param_state.shard_spec is None:
+                _set_reduced_aside(slot)
         self._begin()
         self._average_returned()
         _torch.run_at_end_of_backward(ending)
@@ -265,17 +267,27 @@ class GradientReducer:
         """Let `p.grad` be what it was, with what the pass has made, as soon as the pass has raised.
 
         Nothing is waited for here: another rank may be gone. Gradients of parameters that are stored in shards, of
-        which a part is reduced, are dropped.
+        which a part is reduced, are dropped. On an accelerator autograd drops the end of a pass in a thread of its own,
+        while the user's code goes on and may clear gradients: all that comes back is what `_drop_pending` finds, and
+        gradients that are being reduced to shards are dropped as well.
         """
-        self.reductions.give_back()
-        self._set_grad()
+        if self.executor.device.type == "cpu":
+            self.reductions.give_back()
+            self._set_grad()
 
     def _drop_pending(self) -> None:
-        """Drop what a pass that has raised has left, before the next one begins."""
+        """Drop what a pass that has raised has left, before the next one begins.
+
+        A gradient of earlier passes that was set aside comes back, unless `p.grad` was cleared meanwhile.
+        """
         self._remove_pass_hooks()
         self.reductions.drop()
         for slot in self._slots:
             slot.unsharded = None
+            grad = slot.param_state.param.grad
+            if grad is None or grad is slot.accumulated or (slot.accumulated is not None and not local_of(grad).any()):
+                slot.accumulated = None
+        self._set_grad()
         self.executor.downloads.wait()
         self._ending, self._pass = None, 0
 
@@ -481,6 +493,7 @@ class GradientReducer:
         self._remove_pass_hooks()
         if self._end_pass is not None:
             self._end_pass()
+        self._set_reduced_aside()
         for slot in (slot for bucket in self.reductions.waiting for slot in bucket.slots):
             slot.filled = slot.filled or slot.unreduced is not None
         self.reductions.finish()
@@ -683,16 +696,19 @@ def _accumulation_hook(reducer: weakref.ref[GradientReducer]) -> Callable[[nn.Pa
     return hook
 
 
-def begin_hook(reducer: weakref.ref[GradientReducer]) -> Callable[[torch.Tensor], None]:
+def begin_hook(reducer: weakref.ref[GradientReducer], slot: Slot | None = None) -> Callable[[torch.Tensor], None]:
     """Return a hook that starts a backward pass before its first gradient is accumulated.
 
-    It holds a weak reference: a hook that kept the model of its own output would never be freed, since the garbage
-    collector does not see through an autograd graph.
+    On a parameter, it sets the reduced gradient of earlier passes aside. It holds a weak reference: a hook that kept
+    the model of its own output would never be freed, since the garbage collector does not see through an autograd
+    graph.
     """
 
     def hook(_grad: torch.Tensor) -> None:
         if (alive := reducer()) is not None:
             alive.begin()
+            if slot is not None and alive.is_running:
+                _set_reduced_aside(slot)
 
     return hook
 

@@ -377,7 +377,7 @@ def test_prove_compares_training_with_one_device(run: Run, mlp_layout: Path):
     code, out, err = run(*wrong[:-1], "x=2x3:float64")
     assert (code, out) == (2, "")
     assert err.startswith("shardlib: The model fails on this example before anything is sharded (")
-    assert "RuntimeError: mat1 and mat2 shapes cannot be multiplied" in err
+    assert "mat1 and mat2 shapes cannot be multiplied" in err
 
 
 @pytest.mark.parametrize(

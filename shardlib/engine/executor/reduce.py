@@ -125,8 +125,7 @@ class ReduceBucket(ABC):
         flags: the number of flags that the bucket carries if it closes a backward pass: which gradients a rank has.
         missing: the number of gradients that the running backward pass has yet to make.
         begun: whether the bucket has been sent in the running backward pass.
-        taken: the gradients that are sent from their own memory, and are not in `p.grad` meanwhile: a hook that wrote
-            there would change what is sent.
+        taken: the gradients that are sent, of which only shards will come back to `p.grad`.
     """
 
     executor: Executor
@@ -266,7 +265,6 @@ class AllReduceBucket(ReduceBucket):
         self.locals = self._gradients()
         if not self.is_packed:
             (slot,) = self.slots
-            self.taken, slot.unreduced = [slot.unreduced], None
             self.locals = [_dense(self.locals[0], slot.param_state)]
             return self.locals[0]  # type: ignore[return-value]
         numel = sum(self.sizes) + self.flags
@@ -323,7 +321,7 @@ class AllReduceBucket(ReduceBucket):
             if is_used(slot):
                 assert local is not None
                 slot.param_state.param.grad = self._as_grad(slot.param_state, local)
-        self.locals, self.taken = [], []
+        self.locals = []
 
     def drop(self) -> None:
         if self.work is not None:
@@ -387,7 +385,7 @@ class ReduceScatterBucket(ReduceBucket):
             self.sent.append(flags.to(self.dtype).repeat(self.bucket.transport.count))
         self.moving = self.bucket.reduce(self.sent, self._movements())
         for slot in self.slots:
-            slot.unreduced = None
+            slot.unreduced = None if slot.param_state.is_stored_sharded else slot.accumulated
 
     def advance(self) -> None:
         if self.remaining_axes and self.moving is not None:

@@ -381,7 +381,7 @@ class _RaisesOnce(_OwnMomentum):
         raise ArithmeticError("in a step")
 
 
-@refused_in_pipelines
+@own_part("pp", ONE_STAGE)
 def step_that_raises(run: Run, model: Any):
     """Catch an error of an optimizer that had updated some parameters, and train on with it."""
     optimizer = _RaisesOnce(model.parameters())

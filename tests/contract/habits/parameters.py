@@ -184,7 +184,6 @@ def swap_data_of_two_parameters(run: Run, model: Any):
     return run.trained(model)
 
 
-@refused_in_pipelines
 def keep_data_of_slow_weights(run: Run, model: Any):
     """Keep the former `p.data` as slow weights, as lookahead does, and give parameters a copy."""
     slow = {}
