@@ -268,11 +268,9 @@ class GradientReducer:
 
         Nothing is waited for here: another rank may be gone. Gradients of parameters that are stored in shards, of
         which a part is reduced, are dropped. On an accelerator autograd drops the end of a pass in a thread of its own,
-        while the user's code goes on and may clear gradients: all that comes back is what `_drop_pending` finds, and
-        gradients that are being reduced to shards are dropped as well.
+        while the user's code goes on and may clear gradients: `_drop_pending` does it when the next pass begins.
         """
         if self.executor.device.type == "cpu":
-            self.reductions.give_back()
             self._set_grad()
 
     def _drop_pending(self) -> None:

@@ -67,13 +67,6 @@ class Reductions:
         while self._waited < len(self.buckets):
             self._wait()
 
-    def give_back(self) -> None:
-        """Let `p.grad` be what the pass has made so far, after it has raised."""
-        for bucket in self.buckets[: self._waited]:
-            bucket.set_grads(lambda slot: slot.filled)
-        for bucket in self.buckets[self._waited : self._begun]:
-            bucket.give_back()
-
     def drop(self) -> None:
         """Drop the buckets that have begun, when the next pass begins after one that has raised."""
         for bucket in self.buckets[: self._begun]:

@@ -125,7 +125,6 @@ class ReduceBucket(ABC):
         flags: the number of flags that the bucket carries if it closes a backward pass: which gradients a rank has.
         missing: the number of gradients that the running backward pass has yet to make.
         begun: whether the bucket has been sent in the running backward pass.
-        taken: the gradients that are sent, of which only shards will come back to `p.grad`.
     """
 
     executor: Executor
@@ -137,7 +136,6 @@ class ReduceBucket(ABC):
     flags: int = 0
     missing: int = 0
     begun: bool = False
-    taken: list[torch.Tensor | None] = field(default_factory=list)
 
     @property
     def workspace_bytes(self) -> int:
@@ -169,14 +167,6 @@ class ReduceBucket(ABC):
     @abstractmethod
     def set_grads(self, is_used: Callable[[Slot], bool]) -> None:
         """Set the gradients of the parameters."""
-
-    def give_back(self) -> None:
-        """Put gradients that are being sent back into `p.grad`, after the backward pass has raised: as on one device,
-        `p.grad` has what the pass has made."""
-        for slot, grad in zip(self.slots, self.taken, strict=False):
-            if not slot.param_state.is_stored_sharded:
-                slot.unreduced = grad
-        self.taken = []
 
     @abstractmethod
     def drop(self) -> None:
@@ -379,13 +369,13 @@ class ReduceScatterBucket(ReduceBucket):
         return self.bucket.arriving_bytes + self.bucket.packed_bytes
 
     def begin(self, flags: torch.Tensor | None) -> None:
-        self.taken = [slot.unreduced for slot in self.slots]
         self.sent = [_dense(grad, slot.param_state) for slot, grad in zip(self.slots, self._gradients(), strict=True)]
         if flags is not None:
             self.sent.append(flags.to(self.dtype).repeat(self.bucket.transport.count))
         self.moving = self.bucket.reduce(self.sent, self._movements())
-        for slot in self.slots:
-            slot.unreduced = None if slot.param_state.is_stored_sharded else slot.accumulated
+        if self.like.is_stored_sharded:
+            for slot in self.slots:
+                slot.unsharded = None
 
     def advance(self) -> None:
         if self.remaining_axes and self.moving is not None:
@@ -407,13 +397,22 @@ class ReduceScatterBucket(ReduceBucket):
             self.summing.wait()
             self.summing = None
         assert self.out is not None
-        self.taken = []
         flags = self.out[-self.flags :].clone() if self.flags else None
         if self.remaining_axes or self.flags:
             self.out.mul_(self.scale)
         shards = zip(self.slots, self.bucket.shards_in(self.out), strict=False)
         self.shards = [self._to_host(slot.param_state, shard) for slot, shard in shards]
+        if not self.like.is_stored_sharded:
+            self._end_full_gradients()
         return flags
+
+    def _end_full_gradients(self) -> None:
+        """Let `p.grad` be no longer this rank's full gradient, which it was until now: should the pass raise, it is
+        what the pass has made so far."""
+        for slot in self.slots:
+            slot.param_state.param.grad = slot.accumulated  # type: ignore[assignment]
+        if all(slot.filled and "grad" not in slot.param_state.offloaded for slot in self.slots):
+            self.set_grads(lambda slot: True)  # no other rank needs to be asked, and no copy is under way
 
     def drop(self) -> None:
         if self.moving is not None:
@@ -421,7 +420,7 @@ class ReduceScatterBucket(ReduceBucket):
             self.bucket.sum_into(self.moving, shards, 1.0)
         if self.summing is not None:
             self.summing.wait()
-        self.moving, self.summing, self.sent, self.out, self.shards, self.taken = None, None, [], None, [], []
+        self.moving, self.summing, self.sent, self.out, self.shards = None, None, [], None, []
 
     def _to_host(self, param_state: ParamState, shard: torch.Tensor) -> torch.Tensor:
         """Begin to copy a shard to the host, where the plan offloads the gradient; backward goes on meanwhile."""
@@ -432,7 +431,7 @@ class ReduceScatterBucket(ReduceBucket):
         return self.executor.downloads.begin(shard)
 
     def set_grads(self, is_used: Callable[[Slot], bool]) -> None:
-        for slot, shard in zip(self.slots, self.shards, strict=True):
+        for slot, shard in zip(self.slots, self.shards, strict=False):
             param_state, accumulated = slot.param_state, slot.accumulated
             slot.accumulated = None
             if param_state.is_stored_sharded:

@@ -116,16 +116,14 @@ def _alone_not_added(original: Any) -> Any:
 
 
 def _in_workspace(original: Any) -> Any:
-    def wait(self: Any) -> Any:
-        found = original(self)
+    def set_grads(self: Any, is_used: Any) -> None:
         kept = _kept_shards.setdefault(self.dtype, torch.empty(1 << 12, dtype=self.dtype))
-        shards = self.bucket.shards_in(kept)
-        for shard, own in zip(self.shards, shards, strict=False):
+        for shard, own in zip(self.shards, self.bucket.shards_in(kept), strict=False):
             own.copy_(shard)
-        self.shards = shards[: len(self.slots)]
-        return found
+        self.shards = self.bucket.shards_in(kept)[: len(self.shards)]
+        original(self, is_used)
 
-    return wait
+    return set_grads
 
 
 _kept_shards: dict[torch.dtype, torch.Tensor] = {}
@@ -212,7 +210,7 @@ SCALE = (
     Mutant(
         "gradients in workspace", "gradients stay in a buffer that the next bucket overwrites",
         "pytorch/pytorch#41954", r"embed",
-        _ON_ZERO_2, replaced(reduce.ReduceScatterBucket, "wait", _in_workspace),
+        _ON_ZERO_2, replaced(reduce.ReduceScatterBucket, "set_grads", _in_workspace),
     ),
     Mutant(
         "updates in place", "parameters whose shards are updated in place are not gathered after a step",
