@@ -8,6 +8,7 @@ import gc
 import itertools
 import weakref
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import shardlib as sl
+from shardlib.engine.gradients import GradientReducer
 from shardlib.engine.sharded import record_of
 from shardlib.errors import ShardingError
 from shardlib.testing import assert_equivalent
@@ -443,6 +445,30 @@ def test_nothing_of_gradients_that_were_cleared_is_left(ranks, stage):
 
 def test_nothing_of_them_is_left_beside_a_model_axis(ranks):
     assert ranks(4).run(_left_over, "fsdp=2,tp=2", sl.fsdp()) == [[]] * 4
+
+
+def _as_on_accelerators(act: Any, *args: Any) -> Any:
+    """Act where autograd drops a pass that has raised in a thread of its own: too late for the user's next line."""
+    with mock.patch.object(GradientReducer, "_give_back", lambda _reducer: None):
+        return act(*args)
+
+
+def _added_after_a_raised_pass(mesh: str, *transforms: Any) -> bool:
+    model = _sharded_mlp(mesh, *transforms, bucket_mb=1e-5, compile=None)
+    _raised_in_the_second(model)
+    _loss_of_rows(model, 1).backward()
+    wanted, first = _gradients_of_rows(0, 1), _gradients_of_rows(0)
+    for name in ("down.weight", "down.bias"):  # of which the pass that raised made gradients
+        wanted[name] = wanted[name] + first[name]
+    return _off(model, wanted)
+
+
+@pytest.mark.parametrize("stage", ["none", "zero(1)", "zero(2)"])
+def test_gradients_of_a_raised_pass_are_the_users_where_another_thread_drops_it(ranks, stage):
+    transforms = [STAGES[stage]] if stage in STAGES else []
+    assert ranks(2).run(_as_on_accelerators, _left_over, "dp=2", *transforms) == [[]] * 2
+    assert ranks(2).run(_as_on_accelerators, _added_after_a_raised_pass, "dp=2", *transforms) == [False] * 2
+    assert ranks(2).run(_added_after_a_raised_pass, "dp=2", *transforms) == [False] * 2
 
 
 def _broken_off_steps(stage: int) -> None:
