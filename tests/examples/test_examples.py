@@ -11,13 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 from data import batch, standard_library
+from gpt import GPT, GPTConfig
 
+from shardlib.engine.gradients import ORDER_BITS
 from tests.house.source import ROOT
 from tests.main_on_ranks import run_script
 
 SMALL = "--steps 3 --n-layer 2 --d-model 32 --context 16 --rows 4 --dtype float64"
 TOLERANCE = 1e-10
-COUNT = 8  # bytes of the number of missing gradients, which rides with them, in float64
+_PARAMETERS = len([*GPT(GPTConfig(n_layer=2, d_model=32, context=16)).parameters()])
+FLAGS = 8 * (_PARAMETERS + 2 * ORDER_BITS)  # bytes in float64; they travel with the last gradients
 
 
 def _run_warm(script: str, *options: str, processes: int, folder: Path, small: str = SMALL) -> dict:
@@ -64,14 +67,14 @@ def test_every_stage_holds_and_sends_what_the_plan_says_and_has_the_same_losses(
     assert stages.pop("printed").count("zero(") == 3
     assert list(stages) == ["replicate()", "zero(1)", "zero(2)", "zero(3)", "fsdp()"]
     for name, stage in stages.items():
-        # Two data ranks: one sends the other its number, which is received behind shards. Over tp the fused bias of qkv
-        # stays whole at stage 1, and the number rides with it.
-        count = 0 if name == "replicate()" or (name == "zero(1)" and mesh != "dp=2") else COUNT
+        # Two data ranks: one sends the other its flags, which are received behind shards. Over tp the fused bias of qkv
+        # stays whole at stage 1, and the flags travel with it.
+        count = 0 if name == "replicate()" or (name == "zero(1)" and mesh != "dp=2") else FLAGS
         planned = dict(stage["planned"])
         if name == "zero(1)":  # full gradients are kept until the last pass of a step has reduced them to shards
             planned["gradients"] = stages["zero(2)"]["planned"]["gradients"]
         beside = {key: size - planned[key] for key, size in stage["measured"].items()}
-        assert beside == {"parameters": 0, "state": 0, "gradients": count, "sent": COUNT}, name
+        assert beside == {"parameters": 0, "state": 0, "gradients": count, "sent": FLAGS}, name
         assert stage["losses"] == pytest.approx(stages["replicate()"]["losses"], rel=TOLERANCE), name
     state = {name: stage["measured"]["state"] for name, stage in stages.items()}
     assert state["zero(1)"] < state["replicate()"]
