@@ -491,7 +491,9 @@ class GradientReducer:
         self._remove_pass_hooks()
         if self._end_pass is not None:
             self._end_pass()
-        self._set_reduced_aside()
+        for slot in self._slots if self.has_shards else ():
+            if not slot.filled:  # hooks have done it for the others
+                _set_reduced_aside(slot)
         for slot in (slot for bucket in self.reductions.waiting for slot in bucket.slots):
             slot.filled = slot.filled or slot.unreduced is not None
         self.reductions.finish()

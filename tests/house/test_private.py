@@ -144,7 +144,8 @@ def test_each_name_of_a_table_is_used_in_its_file(module: str):
 
 
 def test_private_names_were_seen_on_the_oldest_and_the_newest_torch_that_is_supported():
-    assert [_supported.release(version) for version in (SEEN[0], SEEN[-1])] == [_supported.OLDEST, _supported.NEWEST]
+    (major, oldest), (_, newest) = _supported.OLDEST, _supported.NEWEST
+    assert [_supported.release(version) for version in SEEN] == [(major, n) for n in range(oldest, newest + 1)]
 
 
 # What shardlib imports at the first use: compilers, and samples that forbid a process to set flags.

@@ -774,7 +774,7 @@ def function_that_returns_none(run: Run, model: Any):
     return run.gradients(model)
 
 
-# --- exceptions -------------------------------------------------------------------------------------------------------
+# --- weights that other functions are given ---------------------------------------------------------------------------
 
 
 class _Product(torch.autograd.Function):
@@ -824,6 +824,9 @@ def give_a_weight_to_an_autograd_function(run: Run):
 def give_a_weight_to_reentrant_checkpointing(run: Run):
     """Give a layer's weight to `checkpoint(use_reentrant=True)`."""
     return _reads(run, functools.partial(checkpoint, F.linear, use_reentrant=True))
+
+
+# --- exceptions -------------------------------------------------------------------------------------------------------
 
 
 class _Raises(torch.autograd.Function):
