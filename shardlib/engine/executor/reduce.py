@@ -431,7 +431,9 @@ class ReduceScatterBucket(ReduceBucket):
         return self.executor.downloads.begin(shard)
 
     def set_grads(self, is_used: Callable[[Slot], bool]) -> None:
-        for slot, shard in zip(self.slots, self.shards, strict=False):
+        if not self.shards:  # they were set when they had come
+            return
+        for slot, shard in zip(self.slots, self.shards, strict=True):
             param_state, accumulated = slot.param_state, slot.accumulated
             slot.accumulated = None
             if param_state.is_stored_sharded:
