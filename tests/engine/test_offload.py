@@ -433,7 +433,7 @@ def _devices(
     """Two steps of rank 0 on a device without values, and where what there is between steps lies."""
     model = nn.Embedding(1000, 300) if large else ONE_LAYER()
     plan = sl.plan(model, "dp=2", {"**": None} if large else rules_for(model), transforms=transforms)
-    device = torch.device(AWAY)
+    device = torch.device(AWAY, 0)
     with (
         mock.patch.object(torch, AWAY, AWAY_MODULE, create=True),
         mock.patch.object(rank_plan, "device_here", lambda _mesh: device),
@@ -444,7 +444,7 @@ def _devices(
         mock.patch.object(full_step.agree, "exchange", lambda mine, _group: [mine]),
         dryrun._fake_world(plan, AWAY) as mesh,
     ):
-        model = dryrun._fake_copy(model, AWAY)
+        model = dryrun._fake_copy(model, str(device))
         apply.apply_plan(model, plan, mesh, check=False)
         stepping = make(model.parameters())
         steps: set[str] = set()
@@ -454,7 +454,7 @@ def _devices(
         )
         with putting, _NothingOnTheHostIsSent():
             for _ in range(2):
-                dryrun.run_step(model, (torch.zeros(4, 5, dtype=torch.int64, device=AWAY),), {})
+                dryrun.run_step(model, (torch.zeros(4, 5, dtype=torch.int64, device=device),), {})
                 _unscale([p.grad for p in model.parameters()])
                 sl.clip_grad_norm_(model, 1.0)
                 stepping.step()
