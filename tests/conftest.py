@@ -9,17 +9,20 @@ import os
 from argparse import ArgumentTypeError
 from collections import Counter, defaultdict
 from collections.abc import Iterable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
+from shardlib.testing.equivalence import case
 from tests.torchvision_on_cpu import import_torchvision
 
 # Compiling a block takes seconds on every rank. Tests that are about compiled blocks are marked `compiled`; ranks and
 # scripts get this variable from the process that runs the test.
 _COMPILER_IS_OFF = "TORCHDYNAMO_DISABLE"
 os.environ[_COMPILER_IS_OFF] = "1"
+_TESTS_OF_PROOFS = Path(__file__).parent / "testing" / "test_equivalence.py"
 # XLA then compiles in a third of the time (jaxlib 0.10.2), and runs no slower what is so small.
 os.environ["XLA_FLAGS"] = "--xla_cpu_use_fusion_emitters=false"
 
@@ -28,6 +31,13 @@ os.environ["XLA_FLAGS"] = "--xla_cpu_use_fusion_emitters=false"
 def _compiler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.node.get_closest_marker("compiled"):
         monkeypatch.delenv(_COMPILER_IS_OFF)
+
+
+@pytest.fixture(autouse=True)
+def _scale(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Proofs train at the sizes of a large model; in `make test-deep` and tests of proofs at those of the plan too."""
+    if os.environ.get("HYPOTHESIS_PROFILE") != "deep" and request.path != _TESTS_OF_PROOFS:
+        monkeypatch.setattr(case, "SCALES", (True,))
 
 
 @pytest.fixture(scope="session")

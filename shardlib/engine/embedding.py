@@ -45,13 +45,19 @@ def _placements(ids: torch.Tensor, mesh: DeviceMesh) -> tuple[Placement, ...]:
 
 
 def _axis_of_rows(weight: DTensor, ids: torch.Tensor) -> int | None:
-    """Return the axis that splits the weight, if it splits rows evenly and the indices are replicated on it."""
+    """Return the axis that splits the weight, if it gives rows to each rank and the indices are replicated on it."""
     given = _placements(ids, weight.device_mesh)
     split = [axis for axis, placement in enumerate(weight.placements) if placement != Replicate()]
     if len(split) != 1 or weight.placements[split[0]] != Shard(0) or given[split[0]] != Replicate():
         return None
-    even = weight.shape[0] % weight.device_mesh.size(split[0]) == 0
-    return split[0] if even and not any(placement.is_partial() for placement in given) else None
+    last = weight.device_mesh.size(split[0]) - 1
+    fits = _first_row(weight, last, last + 1) < weight.shape[0]
+    return split[0] if fits and not any(placement.is_partial() for placement in given) else None
+
+
+def _first_row(weight: DTensor, index: int, ranks: int) -> int:
+    """Return the first row of a rank: DTensor gives each as many rows as `torch.chunk`."""
+    return -(-weight.shape[0] // ranks) * index
 
 
 def _look_up(weight: DTensor, ids: torch.Tensor, axis: int, padding_idx: int | None) -> torch.Tensor:
@@ -60,9 +66,11 @@ def _look_up(weight: DTensor, ids: torch.Tensor, axis: int, padding_idx: int | N
     sums: list[Placement] = [Partial() if placement.is_shard() else Replicate() for placement in out]
     sums[axis], out[axis] = Shard(0), Partial()
     rows = weight.to_local(grad_placements=sums)
-    first = rows.shape[0] * mesh.get_local_rank(axis)
-    own = (ids.to_local() if isinstance(ids, DTensor) else ids) - first
-    absent = (own < 0) | (own >= rows.shape[0])
+    first = _first_row(weight, mesh.get_local_rank(axis), mesh.size(axis))
+    local_ids = ids.to_local() if isinstance(ids, DTensor) else ids
+    own = local_ids - first
+    # An index that no rank has stays as it is, for PyTorch to refuse.
+    absent = ((own < 0) | (own >= rows.shape[0])) & (local_ids >= 0) & (local_ids < weight.shape[0])
     padding = None if padding_idx is None or not first <= padding_idx < first + rows.shape[0] else padding_idx - first
     found = F.embedding(own.masked_fill(absent, 0), rows, padding).masked_fill(absent.unsqueeze(-1), 0)
     shape = torch.Size((*ids.shape, weight.shape[1]))

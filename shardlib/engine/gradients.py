@@ -102,7 +102,8 @@ class GradientReducer:
         self._known_flags: dict[Any, torch.Tensor] = {}  # those of the last pass
         self._handles: list[Any] = []
         self._listen()
-        self._left_out = self._slots  # in no bucket: frozen when buckets were laid out
+        self._left_out = self._slots  # frozen when buckets were laid out
+        self._unbucketed = self._slots  # those, and others that no axis sums
         self.notice_unfrozen()
 
     def _listen(self) -> None:
@@ -513,7 +514,7 @@ class GradientReducer:
     def _average_passes(self) -> None:
         """Average gradients outside of buckets over the passes of a step; no axis sums them."""
         if self._closing:
-            unbucketed = [slot.param_state.param.grad for slot in self._slots if slot.bucket is None]
+            unbucketed = (slot.param_state.param.grad for slot in self._unbucketed)
             if grads := [local_of(grad) for grad in unbucketed if grad is not None]:
                 _torch.multiply_all(grads, self.averaging.over(()))
         self._closing = False
@@ -525,9 +526,9 @@ class GradientReducer:
         """
         if not (self.has_shards and self.enabled) or self.is_between_passes():
             return
-        for slot in self._slots:
+        for slot in self._unbucketed:
             param_state, grad = slot.param_state, slot.param_state.param.grad
-            if slot.bucket is None and isinstance(grad, DTensor) and not param_state.is_local_shard(grad):
+            if isinstance(grad, DTensor) and not param_state.is_local_shard(grad):
                 param_state.param.grad = param_state.wrap(local_of(grad))  # type: ignore[assignment]
 
     # --- missing gradients --------------------------------------------------------------------------------------------
@@ -606,6 +607,7 @@ class GradientReducer:
             bucket.reset()
             for slot in bucket.slots:
                 slot.bucket = bucket
+        self._unbucketed = [slot for slot in self._slots if slot.bucket is None]
 
     def _take_closing(self, batches: list[tuple[Axes, list[Slot]]]) -> tuple[Axes, list[Slot], ParamState]:
         """Remove the batch that travels last; it is sent in every pass, with room for flags.

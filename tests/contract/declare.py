@@ -48,8 +48,16 @@ OWN_STATE = (
 
 _DECLARED, _EVERYWHERE = "_declared", "_everywhere"
 # Kinds on which one habit of so many runs at every commit, and with which number in its module; the others are deep,
-# where they do the same as on one device. Each habit runs on one of the first three, on tp, zero(3) and pp.
-_ONE_OF = {"replicate": (3, 0), "zero(1)": (3, 1), "zero(2)": (3, 2), "fsdp x tp": (2, 1), "compiled": (4, 0)}
+# where they do the same as on one device. Each habit runs on one of the first three, on zero(3), and on tp or pp.
+_ONE_OF = {
+    "replicate": (3, 0),
+    "zero(1)": (3, 1),
+    "zero(2)": (3, 2),
+    "tp": (2, 0),
+    "pp": (2, 1),
+    "fsdp x tp": (3, 1),
+    "compiled": (6, 0),
+}
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -23,6 +24,21 @@ class Tokens(nn.Module):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return self.head(self.embed(ids))
+
+
+class Scores(nn.Module):
+    """Embeds and predicts `vocab` tokens; the vocabulary is split in both."""
+
+    def __init__(self, vocab: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab, WIDTH)
+        self.head = nn.Linear(WIDTH, vocab, bias=False)
+
+    def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.head(self.embed(ids)).flatten(0, 1), targets.flatten())
+
+
+SPLIT = {"embed": "vocab@tp embed", "head": "vocab@tp embed"}
 
 
 def _ids(step: int) -> torch.Tensor:
@@ -43,6 +59,29 @@ def test_a_split_vocabulary_trains_as_on_one_device(mesh: str, given: dict[str, 
     given = {**given}
     rules = sl.Rules({"embed": "vocab@tp embed"}, activations=given.pop("activations", {}), unmatched="replicate")
     assert_equivalent(lambda: Tokens(**options), lambda step: _ids(step), mesh, rules, **given)
+
+
+@pytest.mark.parametrize("vocab", [VOCAB - 1, 5])
+def test_a_vocabulary_that_is_split_unevenly_trains_as_on_one_device(vocab: int):
+    """Of five rows, the last of four ranks has none."""
+    given = [(_ids(step) % vocab, _ids(step + 1) % vocab) for step in range(4)]
+    assert_equivalent(lambda: Scores(vocab), lambda step: given[step], "tp=4", SPLIT)
+
+
+def _out_of_range(vocab: int) -> None:
+    model = sl.shard_model(Scores(vocab), "tp=2", SPLIT)
+    for wrong in (vocab, -1):
+        for place in range(2):
+            given = [torch.zeros(2, 3, dtype=torch.int64) for _ in range(2)]
+            given[place][0, 0] = wrong
+            with pytest.raises(IndexError, match=r"out of (range|bounds)"):
+                model(*given)
+    model(torch.zeros(2, 3, dtype=torch.int64), torch.full((2, 3), -100))
+
+
+@pytest.mark.parametrize("vocab", [VOCAB, VOCAB - 1])
+def test_an_index_that_no_rank_has_is_refused_as_on_one_device(ranks, vocab: int):
+    ranks(2).run(_out_of_range, vocab)
 
 
 class _Largest(TorchDispatchMode):

@@ -17,16 +17,15 @@ from shardlib.errors import InputError
 
 __all__ = ["Case", "adamw", "as_call", "default_loss", "rows_of"]
 
+# The sharded runs of a proof: True at sizes of buckets by which a small model takes the paths of a large one, False at
+# those of the plan.
+SCALES = (True, False)
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
 class Case:
-    """The arguments of `equivalent`, checked; it travels to the ranks.
-
-    `scales` are the sharded runs: at sizes of buckets by which the model takes the paths of a large one, and at those
-    of the plan.
-    """
+    """The arguments of `equivalent`, checked; it travels to the ranks. `scales` are the sharded runs: see `SCALES`."""
 
     model: Callable[[], nn.Module]
     batch: Callable[[int], Any]
@@ -47,7 +46,7 @@ class Case:
     before_step: Callable[[nn.Module, int], Any] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     engine: Literal["torch", "jax"] = "torch"
-    scales: tuple[bool, ...] = (True, False)
+    scales: tuple[bool, ...] = field(default_factory=lambda: SCALES)
 
     def __post_init__(self) -> None:
         for what in ("model", "batch"):

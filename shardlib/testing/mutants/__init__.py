@@ -14,7 +14,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from unittest import mock
 
@@ -22,8 +22,7 @@ from shardlib._mesh import MeshShape
 from shardlib.errors import InputError, nearest
 from shardlib.testing._pool import shared_pool
 from shardlib.testing.equivalence import Report, equivalent
-from shardlib.testing.equivalence import prove as prove_module
-from shardlib.testing.equivalence.case import Case
+from shardlib.testing.equivalence import case as cases
 from shardlib.testing.mutants._engine import ENGINE
 from shardlib.testing.mutants._mutant import Arguments, Mutant
 from shardlib.testing.mutants._scale import SCALE
@@ -64,8 +63,8 @@ def prove(name: str, *, planted: bool, at_scale: bool = True) -> Report:
     Without `at_scale` the sharded run has the plan's own sizes of buckets alone, which the proof once had: mistakes
     that need several units or buckets are then missed in models as small as these.
     """
-    world = _world_size(name)
-    return shared_pool(world).run(_on_ranks, name, planted, at_scale)[0]
+    scales = cases.SCALES if at_scale else (False,)
+    return shared_pool(_world_size(name)).run(_on_ranks, name, planted, scales)[0]
 
 
 def verdict(name: str) -> Verdict:
@@ -98,10 +97,9 @@ def _passes(case: Callable[[], Arguments]) -> bool:
     return prove(name, planted=False).ok
 
 
-def _on_ranks(name: str, planted: bool, at_scale: bool) -> Report:
+def _on_ranks(name: str, planted: bool, scales: tuple[bool, ...]) -> Report:
     mutant = _mutant(name)
-    scales = (True, False) if at_scale else (False,)
-    with mock.patch.object(prove_module, "Case", partial(Case, scales=scales)):
+    with mock.patch.object(cases, "SCALES", scales):
         if not planted:
             return equivalent(**mutant.arguments(planted=False))
         with mutant.planted():

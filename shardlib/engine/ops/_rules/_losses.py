@@ -113,10 +113,13 @@ _IGNORED = -100
 
 
 def _own_classes(scores: torch.Tensor, target: torch.Tensor, ignore: int, here: Here, *, operand: int) -> torch.Tensor:
-    """Shift targets by this rank's first class; those of other ranks are ignored, like the user's ignored targets."""
+    """Shift targets by this rank's first class; those of other ranks are ignored, like the user's ignored targets.
+
+    A target that no rank has stays out of range, for PyTorch to refuse.
+    """
     own = target - here.offset(operand, 1)
-    absent = (own < 0) | (own >= scores.shape[1]) | (target == ignore)
-    return own.masked_fill(absent, _IGNORED)
+    absent = ((own < 0) | (own >= scores.shape[1])) & (target >= 0) & (target < here.shape(operand)[1])
+    return own.masked_fill(absent | (target == ignore), _IGNORED)
 
 
 @rule(aten("nll_loss_backward"), aten("nll_loss2d_backward"))
