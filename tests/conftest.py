@@ -9,7 +9,6 @@ import os
 from argparse import ArgumentTypeError
 from collections import Counter, defaultdict
 from collections.abc import Iterable
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -22,7 +21,7 @@ from tests.torchvision_on_cpu import import_torchvision
 # scripts get this variable from the process that runs the test.
 _COMPILER_IS_OFF = "TORCHDYNAMO_DISABLE"
 os.environ[_COMPILER_IS_OFF] = "1"
-_TESTS_OF_PROOFS = Path(__file__).parent / "testing" / "test_equivalence.py"
+_READ_PATHS = "test_equivalence", "test_documents"
 # XLA then compiles in a third of the time (jaxlib 0.10.2), and runs no slower what is so small.
 os.environ["XLA_FLAGS"] = "--xla_cpu_use_fusion_emitters=false"
 
@@ -35,8 +34,8 @@ def _compiler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.fixture(autouse=True)
 def _scale(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Proofs train at the sizes of a large model; in `make test-deep` and tests of proofs at those of the plan too."""
-    if os.environ.get("HYPOTHESIS_PROFILE") != "deep" and request.path != _TESTS_OF_PROOFS:
+    """Proofs train at the sizes of a large model alone, unless tests are deep, or read what a proof says of paths."""
+    if os.environ.get("HYPOTHESIS_PROFILE") != "deep" and request.path.stem not in _READ_PATHS:
         monkeypatch.setattr(case, "SCALES", (True,))
 
 

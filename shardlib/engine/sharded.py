@@ -1,4 +1,4 @@
-"""The record of a sharded model, which lives as long as the model."""
+"""The record of a sharded model, which the model owns."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardlib.engine import _torch
+from shardlib.engine.undo import Undo
 from shardlib.errors import ShardingError
 
 if TYPE_CHECKING:
@@ -74,14 +75,16 @@ class Sharded:
         return not alone or step.scaler is not None or step.accumulate > 1 or changed
 
 
-# The records of all sharded models. Weak: a record must not keep its model alive.
-_records: WeakKeyDictionary[nn.Module, Sharded] = WeakKeyDictionary()
+# The attribute that holds the record. In a table of all models a record would keep its model for ever, if a hook on a
+# submodule or a parameter, which the record has, refers to the model.
+_RECORD = "_shardlib_record"
 _by_param: WeakValueDictionary[int, Sharded] = WeakValueDictionary()  # by the ids of the parameters that a record owns
 
 
-def keep(model: nn.Module, record: Sharded) -> None:
-    """Register the record of a sharded model, which lives as long as the model."""
-    _records[model] = record
+def keep(model: nn.Module, record: Sharded, undo: Undo) -> None:
+    """Give a sharded model its record."""
+    vars(model)[_RECORD] = record
+    undo.callback(vars(model).pop, _RECORD, None)
     _by_param.update(dict.fromkeys(record.param_states, record))
 
 
@@ -104,7 +107,7 @@ def records_of(params: Iterable[torch.Tensor]) -> list[Sharded]:
 
 def is_sharded(model: nn.Module) -> bool:
     """Tell whether `shard_model` has sharded this model."""
-    return _torch.without_compiled_wrapper(model) in _records
+    return _RECORD in vars(_torch.without_compiled_wrapper(model))
 
 
 def record_of(model: nn.Module) -> Sharded:
@@ -114,9 +117,10 @@ def record_of(model: nn.Module) -> Sharded:
         ShardingError: the model was not sharded by shardlib.
     """
     model = _torch.without_compiled_wrapper(model)
-    if model not in _records:
+    if not is_sharded(model):
         raise ShardingError(
             f"This {type(model).__name__} was not sharded by shardlib; "
             "call shardlib.shard_model(model, mesh, rules) first."
         )
-    return _records[model]
+    record: Sharded = vars(model)[_RECORD]
+    return record

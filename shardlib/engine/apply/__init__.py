@@ -294,7 +294,7 @@ def apply_plan(
         allow_copies(model, shard_again, installed)
         refuse_wrappers(model, installed)
     optimizer.watch_optimizers(sharded.replaced)
-    keep(model, record)
+    keep(model, record, installed)
     refuse_additions(model, record)
     return model
 
