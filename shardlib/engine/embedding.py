@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from shardlib.engine import _torch
 from shardlib.engine.undo import replace_forward
 
 __all__ = ["is_embedding", "look_up_locally"]
@@ -50,14 +51,9 @@ def _axis_of_rows(weight: DTensor, ids: torch.Tensor) -> int | None:
     split = [axis for axis, placement in enumerate(weight.placements) if placement != Replicate()]
     if len(split) != 1 or weight.placements[split[0]] != Shard(0) or given[split[0]] != Replicate():
         return None
-    last = weight.device_mesh.size(split[0]) - 1
-    fits = _first_row(weight, last, last + 1) < weight.shape[0]
-    return split[0] if fits and not any(placement.is_partial() for placement in given) else None
-
-
-def _first_row(weight: DTensor, index: int, ranks: int) -> int:
-    """Return the first row of a rank: DTensor gives each as many rows as `torch.chunk`."""
-    return -(-weight.shape[0] // ranks) * index
+    ranks = weight.device_mesh.size(split[0])
+    ((_, fewest),) = _torch.chunks_of(weight.shape[0], ranks, ranks - 1)
+    return split[0] if fewest and not any(placement.is_partial() for placement in given) else None
 
 
 def _look_up(weight: DTensor, ids: torch.Tensor, axis: int, padding_idx: int | None) -> torch.Tensor:
@@ -66,7 +62,7 @@ def _look_up(weight: DTensor, ids: torch.Tensor, axis: int, padding_idx: int | N
     sums: list[Placement] = [Partial() if placement.is_shard() else Replicate() for placement in out]
     sums[axis], out[axis] = Shard(0), Partial()
     rows = weight.to_local(grad_placements=sums)
-    first = _first_row(weight, mesh.get_local_rank(axis), mesh.size(axis))
+    ((first, _),) = _torch.chunks_of(weight.shape[0], mesh.size(axis), mesh.get_local_rank(axis))
     local_ids = ids.to_local() if isinstance(ids, DTensor) else ids
     own = local_ids - first
     # An index that no rank has stays as it is, for PyTorch to refuse.

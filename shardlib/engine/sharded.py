@@ -117,10 +117,10 @@ def record_of(model: nn.Module) -> Sharded:
         ShardingError: the model was not sharded by shardlib.
     """
     model = _torch.without_compiled_wrapper(model)
-    if not is_sharded(model):
+    record: Sharded | None = vars(model).get(_RECORD)
+    if record is None:
         raise ShardingError(
             f"This {type(model).__name__} was not sharded by shardlib; "
             "call shardlib.shard_model(model, mesh, rules) first."
         )
-    record: Sharded = vars(model)[_RECORD]
     return record

@@ -63,7 +63,7 @@ def test_a_split_vocabulary_trains_as_on_one_device(mesh: str, given: dict[str, 
 
 @pytest.mark.parametrize("vocab", [VOCAB - 1, 5])
 def test_a_vocabulary_that_is_split_unevenly_trains_as_on_one_device(vocab: int):
-    """Of five rows, the last of four ranks has none."""
+    """Train with an empty shard too: of five rows, the last of four ranks has none."""
     given = [(_ids(step) % vocab, _ids(step + 1) % vocab) for step in range(4)]
     assert_equivalent(lambda: Scores(vocab), lambda step: given[step], "tp=4", SPLIT)
 
