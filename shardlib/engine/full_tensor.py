@@ -14,8 +14,11 @@ __all__ = ["to_full_tensor"]
 def to_full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return the full tensor of a DTensor, not recorded by autograd; its local tensor itself if it is replicated.
 
-    A plain tensor is returned unchanged. Collective over the mesh.
+    A plain tensor is returned unchanged. Collective over the mesh, on the mesh's device: NCCL sends nothing of a copy
+    in host memory, as `p.cpu()` is.
     """
     if not isinstance(tensor, DTensor):
         return tensor
-    return redistributed(_torch.local_of(tensor), _torch.spec_of(tensor), (Replicate(),) * tensor.device_mesh.ndim)
+    mesh, local = tensor.device_mesh, _torch.local_of(tensor)
+    on_mesh = local if local.device.type in (mesh.device_type, "meta") else local.to(mesh.device_type)
+    return redistributed(on_mesh, _torch.spec_of(tensor), (Replicate(),) * mesh.ndim).to(local.device)

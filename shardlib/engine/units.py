@@ -23,6 +23,7 @@ forward of the model begins, and stay unsharded until backward has ended.
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -294,8 +295,7 @@ class _Unshard(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise ShardingError(
                 f'A backward pass with create_graph=True reached "{ctx.param_states[0].name}", which is stored in '
-                f"shards: its second derivatives cannot be computed. To compute them, {_KEEP_FULL} Gradients of "
-                "gradients of inputs can be computed at every stage."
+                f"shards: its second derivatives cannot be computed. To compute them, {_KEEP_FULL}"
             )
         for one, version in zip(ctx.param_states, ctx.versions, strict=True):
             if one.param._version != version:
@@ -344,6 +344,7 @@ class Units:
         self._order: RunOrder[_Unit] = RunOrder()
         self._inside = 0  # forwards of the whole model that are running
         self._in_step = False
+        self._thread = threading.get_ident()  # of the last forward
         self.prefetched = 0  # how often a unit was gathered while another one computed
         this = weakref.ref(self)
         for unit in self._each:
@@ -368,6 +369,7 @@ class Units:
         if _torch.backward_id() == -1:
             self.reshard_all()
             self._order.restart()
+            self._thread = threading.get_ident()
         idle = [unit for unit in self._each if not unit.depth]
         for unit in idle if not self._inside else ():
             unit.refuse_replaced()
@@ -478,6 +480,20 @@ class Units:
         self._unshard(unit)
         self._prefetch(self._order.after_backward_of(unit), unit)
 
+    def refuse_another_order(self, unit: _Unit) -> None:
+        """Raise if autograd would go back through the gradients of units by turns: two buffers cannot hold them all.
+
+        Of what it can run, autograd runs what was made last, by a number that each thread counts for itself. The
+        backward pass of an accelerator, which makes gradients under create_graph=True, has a thread of its own.
+        """
+        if not unit.stays_unsharded and self._thread != threading.get_ident():
+            raise ShardingError(
+                f'A backward pass with create_graph=True went through "{unit.name}", which is resharded after forward, '
+                "in another thread than forward, as on an accelerator. Autograd would go back through the gradients of "
+                "several units by turns. Keep the units unsharded until backward: fsdp(reshard_after_forward=False); "
+                f'or, for "{unit.name}", {_KEEP_FULL}'
+            )
+
     def call_again(self, units: Sequence[_Unit], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run in backward a function that ran inside of the forward of these units, with them unsharded."""
         for unit in units:
@@ -578,6 +594,9 @@ def _hooks(units: weakref.ref[Units], unit: weakref.ref[_Unit]) -> tuple[Hook, H
 
     def on_input(grad: torch.Tensor) -> None:
         if grad is not None and grad.requires_grad:  # create_graph=True: this gradient is a result of the unit too
+            live_units, live_unit = units(), unit()
+            if live_units is not None and live_unit is not None:
+                live_units.refuse_another_order(live_unit)
             grad.register_hook(on_output)
 
     return on_output, on_input

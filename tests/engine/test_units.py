@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from shardlib.errors import ShardingError
 from shardlib.testing import assert_equivalent
 from shardlib.testing.at_scale import at_scale
 from shardlib.testing.models import Numbers
+from tests.engine.whole import gradients
 
 
 class Shuffled(nn.Module):
@@ -180,3 +182,30 @@ def test_what_a_copy_cannot_do_for_it_is_refused(ranks):
                 'sharding_strategy="NO_SHARD").'
             )
         assert written.startswith('"first.weight" is stored in shards and was written to while its unit "first" was')
+
+
+def _penalty_from_another_thread(transform: Any) -> tuple[Any, Any]:
+    """Return the gradients of a penalty on those of inputs, which another thread makes, as one of an accelerator does:
+    of a sharded model and of one device."""
+
+    def penalised(model: nn.Module) -> dict[str, torch.Tensor | None]:
+        x = ROWS(0).float().requires_grad_()
+        out = model(x)
+        with ThreadPoolExecutor(1) as thread:
+            (slope,) = thread.submit(torch.autograd.grad, out.sum(), x, create_graph=True).result()
+        (out.mean() + slope.square().mean()).backward()
+        return gradients(model)
+
+    torch.manual_seed(0)
+    plain = Shuffled((0, 1, 2, 3))
+    sharded = sl.shard_model(copy.deepcopy(plain), "dp=2", {"**": None}, transforms=(at_scale, transform))
+    return penalised(sharded), penalised(plain)
+
+
+def test_gradients_made_by_another_thread_are_right_or_refused(ranks):
+    """Of what it can run, autograd runs what was made last: by numbers that each thread counts for itself."""
+    kept = functools.partial(_penalty_from_another_thread, sl.fsdp(reshard_after_forward=False))
+    for found, expected in ranks(2).run(kept):
+        torch.testing.assert_close(found, expected)
+    with pytest.raises(ShardingError, match=r"in another thread than forward.*fsdp\(reshard_after_forward=False\)"):
+        ranks(2).run(functools.partial(_penalty_from_another_thread, sl.zero(3)))
