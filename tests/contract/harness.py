@@ -81,7 +81,7 @@ def _net() -> Net:
     return Net().double()
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1)  # not more: it keeps the process groups, each with threads that ask for work
 def _mesh(shape: str, patience: float | None, _world: Any) -> Any:
     return sl.mesh(shape, timeout=patience)
 
