@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from shardlib.engine import _torch
-from shardlib.engine._torch import _StridedShard, pytree
+from shardlib.engine._torch import _StridedShard
 from shardlib.engine.ops._operands import pieces_of, redistributed
 from shardlib.errors import InputError, LayoutError
 from shardlib.layout import Layout
@@ -184,9 +184,9 @@ def _map_first(fn: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
     """Apply `fn` to the first floating-point tensor of a module's output or input; leave all others unchanged."""
     if isinstance(tree, torch.Tensor):
         return fn(tree)
-    leaves, spec = pytree.tree_flatten(tree)
-    for i, leaf in enumerate(leaves):
-        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
-            leaves[i] = fn(leaf)
-            break
-    return pytree.tree_unflatten(leaves, spec)
+    pending = [fn]
+
+    def change(tensor: torch.Tensor) -> torch.Tensor:
+        return pending.pop()(tensor) if pending and tensor.is_floating_point() else tensor
+
+    return _torch.map_tensors(change, tree)

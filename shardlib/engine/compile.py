@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor
 from shardlib._log import timed
 from shardlib._progress import Progress
 from shardlib.engine import _torch, exact
-from shardlib.engine._torch import pytree
 from shardlib.engine.full_tensor import to_full_tensor
 from shardlib.engine.randomness import random_states, set_random_states
 from shardlib.errors import ShardingError, warn
@@ -228,15 +227,19 @@ class _Call:
         if self.name in self.report.stopped or not self._fits_in_graph(given) or not self._has_graph(shapes):
             return _torch.call_eagerly(self.block, *args, **kwargs)
         how = type(self.block), shapes, self.block.training, torch.is_grad_enabled()
-        restore = self._restoring(buffers=how not in self.report.called)
+        is_first = how not in self.report.called
+        arguments = [leaf for leaf in _torch.leaves_of(given) if isinstance(leaf, torch.Tensor)] if is_first else []
+        before = [_Before(each, each.detach().clone(), each.grad_fn) for each in arguments]
+        restore = self._restoring(before, buffers=is_first)
         try:
             # Graph breaks raise: eager code in the middle of a block would not appear in the report.
             with self.in_one_graph, exact.traced():
-                if how in self.report.called:
-                    output = self.compiled(*args, **kwargs)
-                else:
-                    output = self._compile(how, *args, **kwargs)
+                output = self._compile(how, *args, **kwargs) if is_first else self.compiled(*args, **kwargs)
+            if not torch.is_grad_enabled() or not any(one.is_written_apart() for one in before):
                 return _with_plain_gradients(output)
+            self._stop("it writes into a tensor that it is given, whose gradient a graph would lose")
+            restore()
+            return _torch.call_eagerly(self.block, *args, **kwargs)
         except self.failures as error:
             if isinstance(error, AssertionError) and not _torch.raised_by_torch(error):
                 raise  # the block's own
@@ -244,18 +247,19 @@ class _Call:
             restore()
             return _torch.call_eagerly(self.block, *args, **kwargs)
 
-    def _restoring(self, *, buffers: bool) -> Callable[[], None]:
-        """Return a function that undoes what a failed call has drawn, and what it has written to the block's buffers.
+    def _restoring(self, arguments: list[_Before], *, buffers: bool) -> Callable[[], None]:
+        """Return a function that undoes what a failed call has drawn, and what it has written.
 
         Torch's assertion about checkpointed DTensors fails after the forward of a new graph has run.
         """
         states = random_states()
-        before = [(buffer, buffer.detach().clone()) for buffer in self.block.buffers()] if buffers else []
+        own = self.block.buffers() if buffers else ()
+        before = [*arguments, *(_Before(buffer, buffer.detach().clone(), None) for buffer in own)]
 
         def restore() -> None:
             set_random_states(states)
-            for buffer, value in before:
-                buffer.detach().copy_(value)
+            for one in before:
+                one.restore()
 
         return restore
 
@@ -263,10 +267,6 @@ class _Call:
         """Tell whether a graph can hold a call with these arguments; report why not."""
         if (found := self._derived_weight() or _mutable_argument(given)) is not None:
             self._report_eager(*found)
-            return False
-        # In such a list a block leaves features for its next call, as causal video models do: a graph has a copy of it.
-        if any(type(each) is list and any(leaf is None for leaf in each) for each in given):
-            self._stop("it was given a list with a None, a place for a result")
             return False
         return True
 
@@ -332,6 +332,27 @@ class _Call:
         return False
 
 
+@dataclass(frozen=True)
+class _Before:
+    """A tensor before a call, with its value and its node of autograd then."""
+
+    tensor: torch.Tensor
+    value: torch.Tensor
+    grad_fn: Any
+
+    @property
+    def _is_as_before(self) -> bool:
+        return torch.equal(self.tensor.detach().nan_to_num(), self.value.nan_to_num())
+
+    def is_written_apart(self) -> bool:
+        """Tell whether the call has written into the tensor, and autograd does not know."""
+        return self.tensor.grad_fn is self.grad_fn and not self._is_as_before
+
+    def restore(self) -> None:
+        if not self._is_as_before:
+            self.tensor.detach().copy_(self.value)
+
+
 def _with_plain_gradients(output: Any) -> Any:
     """Convert gradients of a compiled block's outputs to plain tensors, and return the outputs.
 
@@ -371,14 +392,27 @@ def _mutable_argument(given: tuple[Any, ...]) -> tuple[str, str] | None:
     """Return why a call cannot be compiled, and advice, if a block can store tensors in an argument, as in a cache.
 
     Stored tensors differ in length at each call. Where one requires a gradient and receives none, autograd passes plain
-    zeros instead of DTensors, and the compiled backward raises.
+    zeros instead of DTensors, and the compiled backward raises. A graph has copies of lists and dicts: what a block
+    stores there would be lost. Lists of numbers are none of these.
     """
     for each in given:
-        for leaf in () if isinstance(each, _VALUES) else pytree.tree_leaves(each):
-            if not isinstance(leaf, _VALUES):
-                reason = f"it was given a {type(leaf).__name__}, in which it can leave tensors behind"
-                return reason, "Call the model without it (use_cache=False for models of Hugging Face)"
+        found = _mutable(each)
+        if found is not None:
+            reason = f"it was given a {type(found).__name__}, in which it can leave tensors behind"
+            return reason, "Call the model without it (use_cache=False for models of Hugging Face)"
     return None
 
 
-_VALUES = (torch.Tensor, bool, int, float, complex, str, torch.dtype, torch.device, torch.Generator, type(None))
+def _mutable(value: Any) -> Any:
+    """Return what tensors can be stored in, of a value; None if there is nothing."""
+    if isinstance(value, _VALUES):
+        return None
+    if isinstance(value, list) and value and all(isinstance(each, _NUMBERS) for each in value):
+        return None
+    if isinstance(value, tuple):
+        return next((found for each in value if (found := _mutable(each)) is not None), None)
+    return value
+
+
+_NUMBERS = (bool, int, float, complex, str)
+_VALUES = (*_NUMBERS, torch.Tensor, torch.dtype, torch.device, torch.Generator, type(None))

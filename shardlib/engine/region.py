@@ -12,7 +12,9 @@ Integer and boolean inputs stay plain: they have no gradient, and a plain tensor
 
 from __future__ import annotations
 
+import functools
 import weakref
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -30,7 +32,7 @@ from shardlib.engine.gradients import GradientReducer, begin_hook
 from shardlib.engine.lazy_full_tensor import LazyFullTensor
 from shardlib.engine.ops._operands import redistributed
 from shardlib.engine.params import local_of
-from shardlib.engine.units import Units
+from shardlib.engine.units import IN_BUFFER, Units, read_sentinel
 
 __all__ = ["Casting", "Root", "install_region", "unwrap_dtensor", "wrap_replicated"]
 
@@ -72,7 +74,7 @@ def _cast(values: Any, which: set[torch.dtype], dtype: torch.dtype) -> Any:
     def one(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(dtype) if tensor.dtype in which else tensor
 
-    return pytree.tree_map_only(torch.Tensor, one, values)
+    return _torch.map_tensors(one, values)
 
 
 class Root:
@@ -147,8 +149,8 @@ class Root:
             self._autocasts.pop().__exit__(None, None, None)
         output = self.casting.cast_output(output)
         leaves = list(_torch.leaves_of(output))
-        if any(isinstance(leaf, LazyFullTensor | DTensor) for leaf in leaves):
-            output = pytree.tree_map_only((LazyFullTensor, DTensor), unwrap_dtensor, output)
+        if any(type(leaf) is not torch.Tensor and isinstance(leaf, torch.Tensor) for leaf in leaves):
+            output = _torch.map_tensors(_plain, output)
             leaves = pytree.tree_leaves(output)
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad and not leaf.is_leaf:
@@ -165,6 +167,11 @@ def wrap_replicated(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     return _WrapReplicated.apply(tensor, mesh)
 
 
+def _plain(output: torch.Tensor) -> torch.Tensor:
+    found = read_sentinel(output)
+    return unwrap_dtensor(found) if isinstance(found, LazyFullTensor | DTensor) else found
+
+
 def unwrap_dtensor(tensor: torch.Tensor) -> torch.Tensor:
     """Convert an output of the root to a plain tensor.
 
@@ -176,78 +183,140 @@ def unwrap_dtensor(tensor: torch.Tensor) -> torch.Tensor:
 
 def install_region(module: nn.Module, mesh: DeviceMesh) -> list[Any]:
     """Let a module compute on DTensors over `mesh`, with plain tensors as inputs and outputs."""
-    enter, leave = _hooks(mesh)
+    enter, leave, after_all = _hooks(mesh)
     return [
         module.register_forward_pre_hook(enter, with_kwargs=True),
         module.register_forward_hook(leave, prepend=True, with_kwargs=True),
+        module.register_forward_hook(after_all, always_call=True),
     ]
 
 
 @_torch.cached_by_mesh
-def _hooks(mesh: DeviceMesh) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return the pair of hooks that all regions of a mesh share, so that blocks of one class share a compiled graph."""
+def _hooks(mesh: DeviceMesh) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
+    """Return the hooks that all regions of a mesh share, so that blocks of one class share a compiled graph."""
     replicated = (Replicate(),) * mesh.ndim
+    opened: dict[nn.Module, list[_Containers]] = {}  # of the regions that run
 
     def wrap(tensor: torch.Tensor) -> torch.Tensor:
         if isinstance(tensor, DTensor) or not (tensor.is_floating_point() or tensor.is_complex()):
             return tensor
         if torch.compiler.is_compiling():
             return DTensor.from_local(tensor, mesh, replicated, run_check=False)
-        return _wrap_replicated(tensor, mesh)
+        passed = _wrap_replicated(tensor, mesh)
+        if torch.is_grad_enabled():
+            setattr(passed, _GIVEN, tensor)
+        return passed
 
     def unwrap(tensor: torch.Tensor, others: Any, lazy: bool = False) -> torch.Tensor:
         if not isinstance(tensor, DTensor):
             return tensor
         if torch.compiler.is_compiling():
             return tensor.full_tensor(grad_placements=replicated)
-        return _unwrap_dtensor(tensor, lazy, _shares_memory(tensor, others))
+        found: Any = read_sentinel(tensor)
+        if IN_BUFFER in vars(found):  # the module returns a weight
+            found = found.clone()
+        return _unwrap_dtensor(found, lazy, _shares_memory(found, others))
 
-    def enter(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not torch.compiler.is_compiling():
             _torch.set_implicit_replication(True)  # `generate` calls an encoder without the root
         if not kwargs and len(args) == 1 and isinstance(args[0], torch.Tensor):
             return (wrap(args[0]),), kwargs
-        passed = pytree.tree_map_only(torch.Tensor, wrap, (args, kwargs))
-        return passed if torch.compiler.is_compiling() else _keeping_lists(passed, args, kwargs)
+        if torch.compiler.is_compiling():
+            return _torch.map_tensors(wrap, (args, kwargs))  # no block that is given containers is compiled
+        containers = _Containers()
+        passed = containers.pass_in(wrap, args), {name: containers.pass_in(wrap, one) for name, one in kwargs.items()}
+        if containers.given:
+            opened.setdefault(module, []).append(containers)
+        return passed
 
-    def leave(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        for given in (*args, *kwargs.values()):
-            if isinstance(given, _PassedList):
-                given.write_back(unwrap)
+    def leave(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        given: tuple[Any, ...] = ()
+        if not torch.compiler.is_compiling():
+            _take_over_writes(args, kwargs)
+            given = close(module)
         if isinstance(output, torch.Tensor):
             return unwrap(output, (args, kwargs))
-        leaves, spec = pytree.tree_flatten(output)
+        if any(output is one for one in given):
+            return output
+        leaves, spec = pytree.tree_flatten(output, lambda value: any(value is one for one in given) if given else False)
         split = [i for i, leaf in enumerate(leaves) if isinstance(leaf, DTensor)]
         plain = {i: unwrap(leaves[i], (args, kwargs, leaves[:i], leaves[i + 1 :]), i != split[0]) for i in split}
         return pytree.tree_unflatten([plain.get(i, leaf) for i, leaf in enumerate(leaves)], spec)
 
-    return enter, leave
+    def close(module: nn.Module, *_call: Any) -> tuple[Any, ...]:
+        """Give containers back plain tensors; also after a forward that has raised."""
+        if not opened.get(module):
+            return ()
+        containers = opened[module].pop()
+        if not opened[module]:
+            del opened[module]
+        containers.take_out(lambda tensor: unwrap(tensor, ()))
+        return tuple(containers.given.values())
+
+    def after_all(module: nn.Module, _args: Any, _output: Any) -> None:
+        close(module)
+
+    return enter, leave, after_all
 
 
-class _PassedList(list[Any]):
-    """A list argument of a region with DTensors for its tensors; what the region stores in it goes to `given`.
+class _Containers:
+    """The lists and dicts that a region is given. While it runs they hold DTensors, so that the region may store
+    others there, as caches of keys and values are filled.
 
-    Modules that take a video in parts keep features of the last part in a list that their caller passes, and count in
-    another one.
+    Attributes:
+        given: the containers, by id.
     """
 
-    def __init__(self, passed: list[Any], given: list[Any]) -> None:
-        super().__init__(passed)
-        self.given, self._before = given, list(zip(passed, given, strict=True))
+    def __init__(self) -> None:
+        self.given: dict[int, Any] = {}
+        self._plain: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # a tensor inside of the region, by its id
 
-    def write_back(self, unwrap: Callable[[Any, Any], Any]) -> None:
-        """Store plain tensors in the caller's list where an element is not what the region was given."""
-        if len(self) == len(self._before) and all(new is old for new, (old, _) in zip(self, self._before, strict=True)):
-            return
-        known = {id(old): given for old, given in self._before}
-        self.given[:] = [known[id(new)] if id(new) in known else unwrap(new, ()) for new in self]
+    def pass_in(self, wrap: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            passed = wrap(value)
+            self._plain[id(passed)] = passed, value
+            return passed
+        return self._change(functools.partial(self.pass_in, wrap), value, self.given)
+
+    def take_out(self, unwrap: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Put plain tensors in the place of DTensors; for those that were passed in, the ones that were given."""
+        seen: dict[int, Any] = {}
+
+        def out(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return self._change(out, value, seen)
+            if id(value) not in self._plain:
+                self._plain[id(value)] = value, unwrap(value)
+            return self._plain[id(value)][1]
+
+        for one in self.given.values():
+            out(one)
+
+    def _change(self, change: Callable[[Any], Any], value: Any, seen: dict[int, Any]) -> Any:
+        """Change what containers hold, in place where they can be written to."""
+        if not isinstance(value, list | dict | deque):
+            return _torch.map_elements(change, value)
+        if id(value) in seen:
+            return value
+        seen[id(value)] = value
+        for key, before in [*(value.items() if isinstance(value, dict) else enumerate(value))]:
+            after = change(before)
+            if after is not before:
+                value[key] = after
+        return value
 
 
-def _keeping_lists(passed: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    def one(new: Any, given: Any) -> Any:
-        return _PassedList(new, given) if type(given) is list else new
+def _take_over_writes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Let autograd know what a region has written into the tensors that it was given: their memory is the same."""
+    for passed in _torch.leaves_of(args, kwargs):
+        if isinstance(passed, DTensor):
+            given = passed.__dict__.pop(_GIVEN, None)
+            if given is not None and passed._version and passed.requires_grad:
+                _Written.apply(given, passed)
 
-    return tuple(map(one, passed[0], args)), {name: one(passed[1][name], given) for name, given in kwargs.items()}
+
+_GIVEN = "_shardlib_given"  # the attribute of a DTensor in a region that has the plain tensor
 
 
 def _shares_memory(tensor: DTensor, others: Any) -> bool:
@@ -276,6 +345,26 @@ class _WrapReplicated(torch.autograd.Function):
         if torch.is_grad_enabled() and isinstance(grad, DTensor):  # create_graph=True
             return _UnwrapDTensor.apply(grad, False, True), None
         return to_full_tensor(grad), None
+
+
+class _Written(torch.autograd.Function):
+    """Give a plain tensor the autograd history of the DTensor over its memory, into which a region has written."""
+
+    @staticmethod
+    def forward(ctx: Any, given: torch.Tensor, passed: DTensor) -> torch.Tensor:  # type: ignore[override]
+        ctx.set_materialize_grads(False)
+        ctx.mesh = passed.device_mesh
+        ctx.mark_dirty(given)
+        return given
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[None, torch.Tensor | None]:  # type: ignore[override]
+        if grad is None:
+            return None, None
+        if torch.is_grad_enabled():  # create_graph=True
+            return None, grad if isinstance(grad, DTensor) else _WrapReplicated.apply(grad, ctx.mesh)
+        full = to_full_tensor(grad)
+        return None, _torch.wrap(full, _torch.replicated_spec(full, ctx.mesh))
 
 
 class _UnwrapDTensor(torch.autograd.Function):

@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from shardlib._plan import Purpose, join_small
 from shardlib.engine import _torch
@@ -47,7 +48,7 @@ from shardlib.errors import ShardingError
 if TYPE_CHECKING:
     from shardlib.engine.gradients import GradientReducer
 
-__all__ = ["Units", "make_units"]
+__all__ = ["IN_BUFFER", "Units", "make_units", "read_sentinel"]
 
 Hook = Callable[[torch.Tensor], None]
 _ALIGNMENT = 64  # bytes; kernels are fastest there
@@ -94,6 +95,8 @@ class _Unit:
         stored_versions: how often each stored parameter had been written to when it was gathered last.
         version: the version of unsharded tensors: even while the buffer holds the unit, with its present values.
         written: the names of parameters that were written to while they were unsharded.
+        left: the classes of unsharded tensors that others refer to after the forward of the unit, by the same id: until
+            it runs again, they are read as sentinels are.
         depth: the number of forwards of the unit's modules that are running.
         awaited: whether a backward pass will need the unit.
     """
@@ -112,6 +115,7 @@ class _Unit:
     stored_versions: list[int] = field(default_factory=list)
     version: int = 0
     written: list[str] = field(default_factory=list)
+    left: dict[int, type] = field(default_factory=dict)
     depth: int = 0
     awaited: bool = False
     _made_hooks: tuple[Hook, Hook] | None = None
@@ -174,8 +178,22 @@ class _Unit:
     def use_unsharded(self, reducer: weakref.ref[GradientReducer], *, in_step: bool) -> None:
         """Put unsharded tensors into the modules."""
         self._make_unsharded(reducer, in_step=in_step)
+        for at, kind in self.left.items():
+            self.unsharded[at].__class__ = kind
+        self.left = {}
         for owner, key, param_state, _ in self.owners:
             owner[key] = self.unsharded[id(param_state)]
+
+    def guard_references(self) -> None:
+        """Have unsharded tensors to which others refer gathered when they are read: a hook has kept a weight, or the
+        module has returned it, and the buffer will hold other values."""
+        left = {*_torch.referenced(self.unsharded)}
+        for *_, param_state, sentinel in self.owners if left else ():
+            key = id(param_state)
+            if key in left and key not in self.left and _torch.has_values(tensor := self.unsharded[key]):
+                self.left[key] = type(tensor)
+                tensor.__class__ = _SentinelDTensor if isinstance(tensor, DTensor) else _Sentinel
+                tensor.parameter, tensor.read = sentinel.parameter, sentinel.read  # type: ignore[attr-defined]
 
     def _make_unsharded(self, reducer: weakref.ref[GradientReducer], *, in_step: bool) -> None:
         """Make the unsharded tensors; during a step of a pipeline, the same ones for all microbatches."""
@@ -186,6 +204,7 @@ class _Unit:
         )
         if not self.unsharded or (needs_grad and not any(tensor.requires_grad for tensor in self.unsharded.values())):
             self.unsharded, self.read, self.versions = _unsharded(self.param_states, reducer), {}, {}
+            self.left = {}
 
     def read_apart(
         self, param_state: ParamState, reducer: weakref.ref[GradientReducer], *, in_step: bool
@@ -231,6 +250,8 @@ class _Unit:
         for owner, key, param_state, sentinel in self.owners:
             if (found := owner.get(key)) is not None and (found is sentinel or self._holds(found, param_state)):
                 owner[key] = param_state.param
+        if self.stays_unsharded:
+            self.guard_references()
         written, self.written = self.written + [one.name for one in self.param_states if self._is_written(one)], []
         self.forget()
         for one in self.param_states:
@@ -239,7 +260,7 @@ class _Unit:
 
     def forget(self) -> None:
         """Drop unsharded tensors: they hold an autograd graph, and no cycle through it is ever collected."""
-        self.unsharded, self.read, self.versions = {}, {}, {}
+        self.unsharded, self.read, self.versions, self.left = {}, {}, {}, {}
 
     def refuse_written(self, written: Sequence[str]) -> None:
         if written:
@@ -270,7 +291,16 @@ def _unsharded(param_states: Sequence[ParamState], reducer: weakref.ref[Gradient
             reducer, trained, [unsharded[id(one)] for one in trained], *(one.param for one in trained)
         )
         unsharded.update(zip(map(id, trained), made, strict=True))
+    for one in param_states:
+        if attributes := {key: value for key, value in vars(one.param).items() if key != "_is_param"}:
+            vars(unsharded[id(one)]).update(attributes)  # a user's own
+        if one.compute_spec is not None:
+            setattr(unsharded[id(one)], IN_BUFFER, True)
     return unsharded
+
+
+IN_BUFFER = "_shardlib_in_buffer"
+"""The attribute of a DTensor that is an unsharded parameter, whose memory others will take."""
 
 
 class _Unshard(torch.autograd.Function):
@@ -441,7 +471,8 @@ class Units:
             kept = [tensor for module in unit.modules for tensor in _kept_by(module)]
             for tensor in _torch.tensors_in([results, kept] if kept else results):
                 unchanged = known and known.get(id(tensor)) is tensor.grad_fn
-                if tensor.requires_grad and not tensor.is_leaf and not unchanged:
+                away = isinstance(tensor, _SENTINELS)
+                if tensor.requires_grad and not tensor.is_leaf and not unchanged and not away:
                     _hook_once(tensor, unit.hooks(self)[0])
                     unit.awaited = True
         if _torch.backward_id() == -1 and not self._inside:
@@ -460,16 +491,22 @@ class Units:
     def _end_compute(self, unit: _Unit, *, check: bool = True) -> None:
         unit.buffer.busy -= 1
         unit.depth -= 1
+        if unit.depth == 0 and not unit.stays_unsharded:
+            unit.use_sentinels()
+            unit.guard_references()
         if unit.depth == 0 and not self._inside:
             written = unit.use_sharded()
             unit.refuse_written(written if check else ())
-        elif unit.depth == 0 and not unit.stays_unsharded:
-            unit.use_sentinels()
 
     def read_apart(self, unit: _Unit, param_state: ParamState) -> torch.Tensor:
-        """Return a parameter of a unit that does not run, for a module that reads it."""
+        """Return a parameter of a unit that does not run, for whoever reads it."""
         assert self._reducer is not None
-        return unit.read_apart(param_state, self._reducer, in_step=self._in_step)
+        if unit.is_unsharded and not torch.is_grad_enabled() and _torch.backward_id() != -1:
+            return param_state.make_unsharded()  # for a backward function of the unit
+        found = unit.read_apart(param_state, self._reducer, in_step=self._in_step)
+        if not self._inside and _torch.backward_id() == -1:
+            unit.forget()  # the parameter may change before it is read again
+        return found
 
     # --- backward -----------------------------------------------------------------------------------------------------
 
@@ -576,7 +613,8 @@ def _call_checkpointed(
 
 def _read_apart(units: weakref.ref[Units], unit: weakref.ref[_Unit], param_state: ParamState) -> torch.Tensor:
     live_units, live_unit = units(), unit()
-    assert live_units is not None and live_unit is not None, "who reads runs inside of the model"
+    if live_units is None or live_unit is None:
+        raise ShardingError(f'"{param_state.name}" was read, whose sharded model is gone. Keep the model until then.')
     return live_units.read_apart(live_unit, param_state)
 
 
@@ -764,19 +802,43 @@ class _Sentinel(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")
-        of_property = getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else ""
-        if (name in _METADATA or func in _METADATA) and of_property not in _TENSOR_PROPERTIES:
-            return _torch.call_below_subclass(func, *args, **(kwargs or {}))
-        if of_property == "data" or name in _OF_A_LEAF:
-            sentinel = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, _Sentinel))
-            raise ShardingError(
-                f'"{sentinel.parameter}" is stored in shards, and {of_property or name} was asked of it while its own '
-                "module was not running, when a copy stands for it that others only read. Do so outside of forward, "
-                f"or {_KEEP_FULL}"
-            )
-        args, kwargs = pytree.tree_map_only(_Sentinel, lambda sentinel: sentinel.read(), (args, kwargs or {}))
-        return func(*args, **kwargs)
+        return _read_first(func, args, kwargs)
+
+
+class _SentinelDTensor(DTensor):
+    """A sentinel that is a DTensor: an unsharded parameter that others refer to after the forward of its unit."""
+
+    __slots__ = ()
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _read_first(func, args, kwargs)
+
+
+_SENTINELS = (_Sentinel, _SentinelDTensor)
+
+
+def read_sentinel(tensor: Any) -> Any:
+    """Return the parameter that a sentinel stands for, or another value itself: for functions of autograd, which do not
+    ask a subclass."""
+    return tensor.read() if isinstance(tensor, _SENTINELS) else tensor  # type: ignore[union-attr]
+
+
+def _read_first(func: Any, args: Any, kwargs: Any) -> Any:
+    """Call a function of tensors with the parameters that sentinels among its arguments stand for."""
+    name = getattr(func, "__name__", "")
+    of_property = getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else ""
+    if (name in _METADATA or func in _METADATA) and of_property not in _TENSOR_PROPERTIES:
+        return _torch.call_below_subclass(func, *args, **(kwargs or {}))
+    if of_property == "data" or name in _OF_A_LEAF:
+        sentinel: Any = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, _SENTINELS))
+        raise ShardingError(
+            f'"{sentinel.parameter}" is stored in shards, and {of_property or name} was asked of it while its own '
+            "module was not running, when a copy stands for it that others only read. Do so outside of forward, "
+            f"or {_KEEP_FULL}"
+        )
+    args, kwargs = pytree.tree_map_only(_SENTINELS, lambda sentinel: sentinel.read(), (args, kwargs or {}))
+    return func(*args, **kwargs)
 
 
 def _on_gradient(sentinel: torch.Tensor) -> None:

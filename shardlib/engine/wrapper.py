@@ -162,13 +162,18 @@ class OptimizerWrapper(torch.optim.Optimizer):
                 "Some losses of this step came with a count and some without. Give all of them as (sum, count) or with "
                 "weight=, or none."
             )
+        before = self._count, self._counted
         self._gradients_are_final, self._counted = False, count is not None
         if count is not None:
             self._count = count if self._count is None else self._count + count
         if self.scaler is not None:
             # Float16 gradients inside of the model then have the magnitude that they have on a single device.
             total = self.scaler.scaled(total) * (self._record.reducer.scale / self._divisor(count))
-        total.backward()
+        try:
+            total.backward()
+        except BaseException:
+            self._count, self._counted = before  # of a pass that has raised, which is not a part of the step
+            raise
 
     def backward_by_another(self) -> float:
         """Let a pipeline run the backward passes of this step, of mean losses; return the factor for these losses."""

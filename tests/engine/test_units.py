@@ -17,7 +17,7 @@ from shardlib.errors import ShardingError
 from shardlib.testing import assert_equivalent
 from shardlib.testing.at_scale import at_scale
 from shardlib.testing.models import Numbers
-from tests.engine.whole import gradients
+from tests.engine.whole import gradients, whole
 
 
 class Shuffled(nn.Module):
@@ -209,3 +209,83 @@ def test_gradients_made_by_another_thread_are_right_or_refused(ranks):
         torch.testing.assert_close(found, expected)
     with pytest.raises(ShardingError, match=r"in another thread than forward.*fsdp\(reshard_after_forward=False\)"):
         ranks(2).run(functools.partial(_penalty_from_another_thread, sl.zero(3)))
+
+
+class Leaving(nn.Module):
+    """A block that leaves its weight behind: in an attribute, in a hook's list, or as a result."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.up, self.down, self.how = nn.Linear(6, 6), nn.Linear(6, 6), how
+        self.up.weight.scale = 1.5  # an attribute of one's own
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = x + self.down(torch.tanh(self.up(x))) * self.up.weight.scale
+        if self.how == "attribute":
+            self.kept = (self.up.weight,)
+        return (x, self.up.weight) if self.how == "result" else x
+
+
+class Left(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.blocks, self.how = nn.ModuleList(Leaving(how) for _ in range(4)), how
+        self.found: list[torch.Tensor] = []
+        for block in self.blocks if how == "hook" else ():
+            block.register_forward_hook(lambda block, *_: self.found.append(block.up.weight))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.found.clear()
+        for block in self.blocks:
+            x = block(x)
+            if isinstance(x, tuple):
+                x, weight = x
+                self.found.append(weight)
+            if self.how == "attribute":
+                self.found.append(block.kept[0])
+        return x
+
+
+def _read_where_they_were_left(how: str, transform: Any, mesh: str) -> list[tuple[Any, ...]]:
+    """Losses and gradients with a penalty on weights after forward, and norms that are read then and after a change: of
+    a sharded model and of one device."""
+    torch.manual_seed(0)
+    plain = Left(how)
+    with torch.no_grad():
+        for i, block in enumerate(plain.blocks):
+            block.up.weight.mul_(i + 1)
+    rules = {"up": "colwise", "down": "rowwise"} if "tp" in mesh else {"**": None}
+    given = Left(how)  # a copy of a parameter has no attributes of one's own
+    given.load_state_dict(plain.state_dict())
+    model = sl.shard_model(given, mesh, rules, transforms=(at_scale, transform, at_scale), compile=None)
+    of_each: list[tuple[Any, ...]] = []
+    for each in (model, plain):
+        found: list[Any] = []
+        for _ in range(2):
+            each.zero_grad()
+            out = each(ROWS(0).float())
+            penalty = sum((i + 1) * whole(weight.square().sum()) for i, weight in enumerate(each.found))
+            loss = out.square().mean() + penalty
+            loss.backward()
+            found.append((loss.detach(), gradients(each)))
+        with torch.no_grad():
+            each(ROWS(0).float())
+            found.append([whole(weight.norm()) for weight in each.found])
+            for param in each.parameters():
+                param.mul_(2)
+            if how != "result" or "tp" not in mesh:  # a result of a module that computes on DTensors is a copy
+                found.append([whole(weight.norm()) for weight in each.found])
+        of_each.append(tuple(found))
+    return of_each
+
+
+@pytest.mark.parametrize("how", ["attribute", "hook", "result"])
+@pytest.mark.parametrize(
+    ("transform", "mesh"),
+    [(sl.zero(3), "dp=2"), (sl.fsdp(reshard_after_forward=False), "dp=2"), (sl.fsdp(), "dp=2,tp=2")],
+    ids=["zero(3)", "kept", "tp"],
+)
+def test_a_weight_that_was_left_elsewhere_has_its_own_values(ranks, how: str, transform: Any, mesh: str):
+    """The memory that it was computed with has those of another block then."""
+    for found, expected in ranks(4 if "tp" in mesh else 2).run(_read_where_they_were_left, how, transform, mesh):
+        torch.testing.assert_close(found, expected)

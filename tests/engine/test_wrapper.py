@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
 
@@ -185,6 +186,40 @@ def test_a_loop_that_clips_in_every_pass_steps_as_one_device(ranks, stage: str, 
     """In half precision, numbers are off by some units of 2^-11 for each layer and sum; a mistake by a part of them."""
     for worst in ranks(sl.MeshShape(mesh).world_size).run(_all_clipped_in_every_pass, stage, mesh, clip):
         assert max(worst[:2]) < 1e-10 and max(worst[2:]) < 2**-11 * 50
+
+
+def _skipping_a_pass_that_raises(stage: str) -> float:
+    """Steps of two passes, and of one between them that raises; the largest relative difference of a weight."""
+
+    def fail(_grad: torch.Tensor) -> None:
+        raise ArithmeticError
+
+    rank, ranks = _data_rank("dp=2")
+    single, model = _gpt(), _sharded("dp=2", at_scale, *STAGES[stage], at_scale)
+    reference = torch.optim.SGD(single.parameters(), lr=0.1)
+    optimizer = sl.OptimizerWrapper(torch.optim.SGD, model, lr=0.1)
+    for step in range(2):
+        every = [_sum_and_count(single, *_tokens(step, micro, r)) for micro in (0, 2) for r in range(ranks)]
+        reference.zero_grad()
+        (sum(loss for loss, _ in every) / sum(count for _, count in every)).backward()
+        reference.step()
+        optimizer.zero_grad()
+        for micro in range(3):
+            ids, targets = _tokens(step, micro, rank)
+            out = model(ids)
+            if micro == 1:
+                out.register_hook(fail)
+            loss, count = _sum_and_count(lambda _ids, out=out: out, ids, targets)
+            with contextlib.suppress(ArithmeticError):
+                optimizer.backward((loss, count.item()))
+        optimizer.step()
+    trained = sl.full_state_dict(model)
+    return max(((trained[n] - v).abs().max() / v.abs().max()).item() for n, v in single.state_dict().items())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_pass_that_raises_does_not_count(ranks, stage: str):
+    assert max(ranks(2).run(_skipping_a_pass_that_raises, stage)) < 1e-10
 
 
 @pytest.mark.parametrize("mesh", ["dp=1", "tp=2"])

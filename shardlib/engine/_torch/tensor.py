@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,6 +41,11 @@ private(
     without="backward could silently read the weights of another module",
 )
 private(
+    "torch.Tensor._use_count",
+    why="to see whether code of the user still refers to an unsharded parameter after the forward of its unit",
+    without="a weight that a hook has kept is read when the buffer holds another one",
+)
+private(
     "torch._C._is_alias_of",
     why="to see whether a region's output is known to its surroundings by another tensor",
     without="a sparse tensor beside a region raises, since untyped_storage() does",
@@ -61,6 +67,7 @@ __all__ = [
     "local_shape_and_offset",
     "mark_parameter",
     "moved",
+    "referenced",
     "replicated_spec",
     "seed_all",
     "set_grad_dtype",
@@ -81,6 +88,19 @@ __all__ = [
 def local_of(tensor: DTensor) -> torch.Tensor:
     """Return the local shard: no autograd, no copy. `to_local()` would make a view that autograd records."""
     return tensor._local_tensor
+
+
+def referenced(tensors: Mapping[int, torch.Tensor]) -> Iterator[int]:
+    """Yield the keys of tensors to which code in Python refers, and not only this mapping.
+
+    All references from C++, as those of graphs of autograd, count as one to the object in Python (2.13, 2.14, 2.15).
+    """
+    for key in tensors:
+        if sys.getrefcount(tensors[key]) - (tensors[key]._use_count() > 1) > _REFERENCES:  # type: ignore[attr-defined]
+            yield key
+
+
+_REFERENCES = 2  # of the mapping, and of the call that counts
 
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import types
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -29,6 +31,8 @@ from torch.utils import _pytree as pytree
 __all__ = [
     "flatten_with_path",
     "leaves_of",
+    "map_elements",
+    "map_tensors",
     "pytree",
     "tensors_in",
 ]
@@ -76,6 +80,41 @@ def _contents(value: Any) -> list[Any]:
     found += getattr(value, "__dict__", {}).values()
     found += [getattr(value, name) for name in getattr(type(value), "__slots__", ()) if hasattr(value, name)]
     return found
+
+
+def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """Change the tensors in a value. A container in which nothing changes stays the same object: it may be filled.
+
+    In a graph of the compiler all containers are copies.
+    """
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if torch.compiler.is_compiling():
+        return pytree.tree_map_only(torch.Tensor, change, value)
+    if not isinstance(value, list | dict):
+        return map_elements(functools.partial(map_tensors, change), value)
+    changed = {}
+    for key, before in value.items() if isinstance(value, dict) else enumerate(value):
+        after = map_tensors(change, before)
+        if after is not before:
+            changed[key] = after
+    if changed:
+        value = copy.copy(value)
+        for key, after in changed.items():
+            value[key] = after
+    return value
+
+
+def map_elements(change: Callable[[Any], Any], value: Any) -> Any:
+    """Change the elements of a tuple, or of a container that is registered; other values stay as they are."""
+    if isinstance(value, tuple):
+        changed = [change(one) for one in value]
+        if all(new is old for new, old in zip(changed, value, strict=True)):
+            return value
+        return type(value)(*changed) if hasattr(value, "_fields") else type(value)(changed)
+    if isinstance(value, _LEAVES) or pytree.tree_is_leaf(value):
+        return value
+    return pytree.tree_map(change, value, is_leaf=lambda inner: inner is not value)
 
 
 def flatten_with_path(tree: Any) -> tuple[list[tuple[Any, Any]], Any]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from torch import nn
 
+from shardlib.engine.compile import repeated_blocks
 from shardlib.engine.executor.reduce import travels_alone
 from shardlib.engine.sharded import record_of
 
@@ -26,6 +28,7 @@ class Paths:
         packed: the number of gradients that were packed into buckets.
         in_place: the number of parameters whose shards were updated in the parameter's own memory, and gathered there.
         copied: the number of those whose shards were copied for a step.
+        eager: the number of repeated blocks that ran eagerly, and that `shard_model` compiles by default on this mesh.
     """
 
     at_scale: bool
@@ -37,6 +40,7 @@ class Paths:
     packed: int = 0
     in_place: int = 0
     copied: int = 0
+    eager: int = 0
 
     def __str__(self) -> str:
         parts = []
@@ -59,6 +63,7 @@ def paths_of(model: nn.Module, *, at_scale: bool) -> Paths:
     buckets = record.reducer.buckets
     alone = sum(travels_alone(bucket.slots) for bucket in buckets)
     updates = [] if record.updates is None else record.updates.buckets
+    split = math.prod(record.plan.mesh[axis] for axis in record.plan.mesh.model_axes) > 1
     return Paths(
         at_scale,
         units=len(units),
@@ -69,6 +74,7 @@ def paths_of(model: nn.Module, *, at_scale: bool) -> Paths:
         packed=sum(len(bucket.slots) for bucket in buckets) - alone,
         in_place=sum(len(bucket.param_states) for bucket in updates if bucket.is_in_place),
         copied=sum(len(bucket.param_states) for bucket in updates if not bucket.is_in_place),
+        eager=len(repeated_blocks(model)) if split and not record.compiled.backend else 0,
     )
 
 

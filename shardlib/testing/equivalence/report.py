@@ -124,6 +124,7 @@ class Report:
         notes = (
             *self.notes,
             *self._few_units(),
+            *self._eager_blocks(),
             *(
                 f"{op} had no sharding rule: every rank all-gathered its operands and computed it in full"
                 for op in self.gathered
@@ -137,6 +138,14 @@ class Report:
         """Say where parameters are stored in shards, and all were in one unit."""
         if self.paths and max(paths.units for paths in self.paths) == 1:
             yield "one unit holds all parameters that are stored in shards: nothing was proved of several units"
+
+    def _eager_blocks(self) -> Iterator[str]:
+        """Say where blocks ran eagerly that are compiled in training."""
+        if self.paths and (count := max(paths.eager for paths in self.paths)):
+            yield (
+                f'{count} repeated blocks ran eagerly, and shard_model compiles them by default: compile="auto" '
+                "proves them compiled"
+            )
 
     def _table(self) -> list[str]:
         rows = [("", "worst", "error", "limit", "wrong of")]
