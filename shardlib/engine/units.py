@@ -504,7 +504,7 @@ class Units:
         if unit.is_unsharded and not torch.is_grad_enabled() and _torch.backward_id() != -1:
             return param_state.make_unsharded()  # for a backward function of the unit
         found = unit.read_apart(param_state, self._reducer, in_step=self._in_step)
-        if not self._inside and _torch.backward_id() == -1:
+        if not (self._inside or unit.depth) and _torch.backward_id() == -1:
             unit.forget()  # the parameter may change before it is read again
         return found
 

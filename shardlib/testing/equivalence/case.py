@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -13,7 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardlib._mesh import MeshShape
 from shardlib.engine._torch import pytree
-from shardlib.errors import InputError
+from shardlib.engine.apply import shard_model
+from shardlib.errors import InputError, InputTypeError, nearest
 
 __all__ = ["Case", "adamw", "as_call", "default_loss", "rows_of"]
 
@@ -74,8 +76,16 @@ class Case:
             )
         if self.rng not in ("exact", "fast"):
             raise InputError(f'equivalent() was given rng={self.rng!r}; give "exact" or "fast".')
+        self._check_options()
         self._check_how_it_is_sharded()
         self._check_engine()
+
+    def _check_options(self) -> None:
+        known = [name for name in inspect.signature(shard_model).parameters if name not in ("model", "mesh", "rules")]
+        for name in self.options:
+            if name not in known:
+                close = nearest(name, [*known, *(each.name for each in dataclasses.fields(self))])
+                raise InputTypeError(f"equivalent() was given {name}=, which neither it nor shard_model takes.{close}")
 
     def _check_functions(self) -> None:
         """Check that functions are callable with their arguments."""
