@@ -431,11 +431,6 @@ def test_low_precision_finds_mistakes_larger_than_its_rounding(ranks, dtype: tor
         ({"mesh": "dp=3", "rules": {"**": None}}, InputError, "The batch has 4 rows, which 3 data ranks cannot share"),
         ({"colour": "red"}, TypeError, "equivalent() was given colour=, which neither it nor shard_model takes."),
         ({"lossx": 1}, InputError, 'lossx=, which neither it nor shard_model takes. Did you mean "loss"?'),
-        (
-            {"mesh": "dp=2", "rules": {"**": None}, "batch": lambda step: rows(0)[:0]},
-            InputError,
-            "The batch has no rows",
-        ),
         ({"model": lambda size: mlp()}, InputError, "which does not take its arguments; give a function ()."),
         ({"batch": lambda: rows(0)}, InputError, "which does not take its arguments; give a function (step)."),
         ({"loss": 3}, InputError, "equivalent() was given loss=3; give a function (model, batch), or leave it out."),
