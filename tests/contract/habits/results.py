@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.contract.declare import broken, refused_in_pipelines
+from tests.contract.declare import broken, everywhere, refused_in_pipelines
 from tests.contract.harness import Block, Net, Run
 
 _CLOSURE = (
@@ -175,6 +175,70 @@ def a_list_that_blocks_fill(run: Run):
     model = run.shard(_Filled().double(), stages=_STAGES)
     out, found = model(run.batch())
     (out.square().mean() + sum(found)).backward()
+    return run.gradients(model)
+
+
+class _Given(Net):
+    """Gives each block a value that it fills, and returns it too."""
+
+    def __init__(self, block: type[Block], make: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.blocks, self.make = nn.ModuleList(block() for _ in range(4)), make
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = self.stem(x)
+        given = self.make(x)
+        for block in self.blocks:
+            x = block(x, given)
+        return self.head(x), given
+
+
+@everywhere
+@refused_in_pipelines
+def a_dict_that_blocks_fill(run: Run):
+    """Give blocks a dict that they fill, as a cache, and use it in the loss."""
+
+    class _Filling(Block):
+        def forward(self, x: torch.Tensor, found: dict[Any, Any]) -> torch.Tensor:  # type: ignore[override]
+            y = super().forward(x)
+            found[len(found)] = y
+            found["last"]["means"].append(y.mean())
+            return y
+
+    torch.manual_seed(0)
+    model = run.shard(_Given(_Filling, lambda _: {"last": {"means": []}}).double(), stages=_STAGES)
+    out, found = model(run.batch())
+    means, squares = found.pop("last")["means"], [y.square().mean() for y in found.values()]
+    (out.square().mean() + sum(squares) + sum(means)).backward()
+    return len(squares), len(means), run.gradients(model)
+
+
+@everywhere
+@refused_in_pipelines
+def a_tensor_that_blocks_write_into(run: Run):
+    """Give blocks a tensor to which they add their results in place, and use it in the loss."""
+
+    class _Adding(Block):
+        def forward(self, x: torch.Tensor, total: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            y = super().forward(x)
+            total.add_(y)
+            return y
+
+    torch.manual_seed(0)
+    model = run.shard(_Given(_Adding, torch.zeros_like).double(), stages=_STAGES)
+    out, total = model(run.batch())
+    (out.square().mean() + total.square().mean()).backward()
+    return run.rows(total), run.gradients(model)
+
+
+@refused_in_pipelines
+def weights_that_hooks_keep(run: Run, model: Any):
+    """Keep weights in forward hooks, and penalise them in the loss."""
+    kept: list[torch.Tensor] = []
+    for block in model.blocks:
+        block.register_forward_hook(lambda block, *_: kept.append(block.up.weight))
+    loss = run.loss(model)
+    (loss + 0.01 * sum((i + 1) * weight.square().sum() for i, weight in enumerate(kept))).backward()
     return run.gradients(model)
 
 
