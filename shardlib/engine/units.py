@@ -190,6 +190,8 @@ class _Unit:
         left = {*_torch.referenced(self.unsharded)}
         for *_, param_state, sentinel in self.owners if left else ():
             key = id(param_state)
+            if param_state.mutable.leaf is not None:
+                continue  # of a step of a pipeline, which refers to it
             if key in left and key not in self.left and _torch.has_values(tensor := self.unsharded[key]):
                 self.left[key] = type(tensor)
                 tensor.__class__ = _SentinelDTensor if isinstance(tensor, DTensor) else _Sentinel

@@ -107,11 +107,9 @@ def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> A
 
 def map_elements(change: Callable[[Any], Any], value: Any) -> Any:
     """Change the elements of a tuple, or of a container that is registered; other values stay as they are."""
-    if isinstance(value, tuple):
-        changed = [change(one) for one in value]
-        if all(new is old for new, old in zip(changed, value, strict=True)):
-            return value
-        return type(value)(*changed) if hasattr(value, "_fields") else type(value)(changed)
+    if type(value) is tuple:
+        changed = tuple(change(one) for one in value)
+        return value if all(new is old for new, old in zip(changed, value, strict=True)) else changed
     if isinstance(value, _LEAVES) or pytree.tree_is_leaf(value):
         return value
     return pytree.tree_map(change, value, is_leaf=lambda inner: inner is not value)
