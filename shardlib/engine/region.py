@@ -237,14 +237,13 @@ def _hooks(mesh: DeviceMesh) -> tuple[Callable[..., Any], Callable[..., Any], Ca
             given = close(module)
         if isinstance(output, torch.Tensor):
             return unwrap(output, (args, kwargs))
-        if any(output is one for one in given):
-            return output
-        leaves, spec = pytree.tree_flatten(output, lambda value: any(value is one for one in given) if given else False)
+        is_given = (lambda value: any(value is one for one in given)) if given else None
+        leaves, spec = pytree.tree_flatten(output, is_given)
         split = [i for i, leaf in enumerate(leaves) if isinstance(leaf, DTensor)]
         plain = {i: unwrap(leaves[i], (args, kwargs, leaves[:i], leaves[i + 1 :]), i != split[0]) for i in split}
         return pytree.tree_unflatten([plain.get(i, leaf) for i, leaf in enumerate(leaves)], spec)
 
-    def close(module: nn.Module, *_call: Any) -> tuple[Any, ...]:
+    def close(module: nn.Module) -> tuple[Any, ...]:
         """Give containers back plain tensors; also after a forward that has raised."""
         if not opened.get(module):
             return ()

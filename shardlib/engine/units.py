@@ -294,8 +294,8 @@ def _unsharded(param_states: Sequence[ParamState], reducer: weakref.ref[Gradient
         )
         unsharded.update(zip(map(id, trained), made, strict=True))
     for one in param_states:
-        if attributes := {key: value for key, value in vars(one.param).items() if key != "_is_param"}:
-            vars(unsharded[id(one)]).update(attributes)  # a user's own
+        if len(vars(one.param)) > 1:  # a user's own, beside the mark of a parameter
+            vars(unsharded[id(one)]).update({k: v for k, v in vars(one.param).items() if k != "_is_param"})
         if one.compute_spec is not None:
             setattr(unsharded[id(one)], IN_BUFFER, True)
     return unsharded

@@ -203,7 +203,7 @@ def _penalty_from_another_thread(transform: Any) -> tuple[Any, Any]:
 
 
 def test_gradients_made_by_another_thread_are_right_or_refused(ranks):
-    """Of what it can run, autograd runs what was made last: by numbers that each thread counts for itself."""
+    """Make gradients in another thread: autograd runs what was made last, by a number that each thread counts."""
     kept = functools.partial(_penalty_from_another_thread, sl.fsdp(reshard_after_forward=False))
     for found, expected in ranks(2).run(kept):
         torch.testing.assert_close(found, expected)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from torch import nn
@@ -63,7 +62,7 @@ def paths_of(model: nn.Module, *, at_scale: bool) -> Paths:
     buckets = record.reducer.buckets
     alone = sum(travels_alone(bucket.slots) for bucket in buckets)
     updates = [] if record.updates is None else record.updates.buckets
-    split = math.prod(record.plan.mesh[axis] for axis in record.plan.mesh.model_axes) > 1
+    split = any(record.plan.mesh[axis] > 1 for axis in record.plan.mesh.model_axes)
     return Paths(
         at_scale,
         units=len(units),
