@@ -28,6 +28,7 @@ __all__ = [
     "StageError",
     "VersionError",
     "by_rank",
+    "check_flags",
     "hide_frames",
     "nearest",
     "printable",
@@ -159,6 +160,19 @@ def nearest(name: str, candidates: Iterable[str]) -> str:
     by_lower = {candidate.lower(): candidate for candidate in candidates}
     close = difflib.get_close_matches(name.lower(), list(by_lower), n=1, cutoff=0.6)
     return f' Did you mean "{by_lower[close[0]]}"?' if close else ""
+
+
+def check_flags(call: str, error: type[ShardlibError], **flags: object) -> None:
+    """Check that keywords that are on or off are given as bools: "no" would be on.
+
+    Raises:
+        ShardlibError: the given error, for the first that is none.
+
+    >>> check_flags("save", CheckpointError, background=True, random=False)
+    """
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise error(f"{call}({name}={value!r}) was given; give True or False.")
 
 
 def refuse(

@@ -157,8 +157,10 @@ class Plan(PlanTable):
 
 
 def _transformed(plan: Plan, transform: Callable[[Plan], Plan]) -> Plan:
-    result = transform(plan)
     name = getattr(transform, "__name__", None) or repr(transform)
+    if getattr(transform, "__annotations__", {}).get("return") == "Transform":
+        raise PlanError(f"{name} was given as a transform. Call it, and give what it returns: {name}(...).")
+    result = transform(plan)
     if not isinstance(result, Plan):
         raise PlanError(
             f"The transform {name} returned {type(result).__name__}; a transform takes a Plan and returns a Plan."

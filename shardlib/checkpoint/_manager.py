@@ -15,7 +15,7 @@ from torch import nn
 from shardlib.checkpoint._files import remove, rename
 from shardlib.checkpoint._load import Loaded, load
 from shardlib.checkpoint._manifest import MANIFEST
-from shardlib.checkpoint._paths import claimed, located, writing
+from shardlib.checkpoint._paths import claimed, given, located, writing
 from shardlib.checkpoint._peers import Peers
 from shardlib.checkpoint._save import Saving, check_options, peers_after_saving, save
 from shardlib.errors import CheckpointError, warn
@@ -53,7 +53,7 @@ class Checkpoints:
         if keep_last is not None and (isinstance(keep_last, bool) or not isinstance(keep_last, int) or keep_last < 1):
             raise CheckpointError(f"keep_last={keep_last!r} was given; give a positive number of checkpoints, or None.")
         check_options("Checkpoints", options, "keep_last")
-        self.folder, self.keep_last, self.options = Path(folder).absolute(), keep_last, options
+        self.folder, self.keep_last, self.options = given(folder, "Checkpoints"), keep_last, options
         self._saving: tuple[int, Saving] | None = None
 
     def path(self, step: int) -> Path:

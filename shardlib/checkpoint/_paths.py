@@ -40,7 +40,8 @@ def given(path: object, call: str) -> Path:
     """
     if not isinstance(path, str | os.PathLike):
         raise CheckpointError(
-            f"{call} was given a {type(path).__name__} as path. Give the path first: {call}(path, model)."
+            f"{call} was given a {type(path).__name__} as path. Give the path first: "
+            + ("Checkpoints(folder)." if call == "Checkpoints" else f"{call}(path, model).")
         )
     if "://" in os.fspath(path):
         raise CheckpointError(f'{call} was given "{path}". Give a path in a file system that all ranks see, not a URL.')

@@ -33,7 +33,7 @@ from shardlib.checkpoint._optimizer import describe, joined, known, optimizer_it
 from shardlib.checkpoint._peers import Lost, Peers, peers
 from shardlib.checkpoint._share import Source, agreed, file_groups, packed, sources, turns, written_by
 from shardlib.checkpoint._values import encode
-from shardlib.errors import CheckpointError, nearest, short_traceback
+from shardlib.errors import CheckpointError, check_flags, nearest, short_traceback
 
 __all__ = [
     "Saving",
@@ -200,6 +200,7 @@ def save(
         ['pieces-00000-000.safetensors', 'shardlib.json', 'values']
     """
     target = _paths.given(path, "save")
+    check_flags("save", CheckpointError, background=background, random=random)
     everyone = peers_after_saving("sl.save", f'saving "{target}"', timeout)
     everyone.run("check arguments", lambda: _check(target, model, optimizer, weights, shard_mb, variant))
     everyone.compare(

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from shardlib._plan import LossScale, Plan, Row, Step
-from shardlib.errors import PlanError, nearest
+from shardlib.errors import PlanError, check_flags, nearest
 from shardlib.layout import Layout
 from shardlib.transforms._choose import add_note, as_names, chosen, quoted, refuse_another
 from shardlib.transforms._transform import Transform
@@ -74,6 +74,7 @@ def precision(
     """
     if name not in _NAMES:
         raise PlanError(f"precision({name!r}): give one of {quoted(_NAMES)}.{nearest(str(name), _NAMES)}")
+    check_flags("precision", PlanError, master=master, autocast=autocast)
     made = Precision(
         name,
         master,

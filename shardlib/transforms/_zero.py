@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from shardlib._mesh import MeshShape
 from shardlib._plan import Phase, Plan, Row
-from shardlib.errors import PlanError
+from shardlib.errors import PlanError, check_flags
 from shardlib.layout import Dim, Layout
 from shardlib.transforms._choose import Names, add_note, as_names, axes_of, chosen
 from shardlib.transforms._spread import FactorIndex, axes_at, find_factor, with_axes_at
@@ -44,7 +44,8 @@ def zero(stage: int, *, axis: Names = None, only: Names = None, overlap: bool = 
             does not.
 
     Raises:
-        PlanError: another stage; applied to a plan, an axis that is not a data axis, a pattern that matches nothing.
+        PlanError: another stage, `overlap` is no bool; applied to a plan, an axis that is not a data axis, a pattern
+            that matches nothing.
 
     >>> from torch import nn
     >>> import shardlib as sl
@@ -60,12 +61,13 @@ def zero(stage: int, *, axis: Names = None, only: Names = None, overlap: bool = 
             f"zero({stage!r}): the stages are 1 (optimizer state is sharded), 2 (and gradients), 3 (and parameters); "
             "give one of them. To shard nothing leave it out, or write replicate()."
         )
+    check_flags("zero", PlanError, overlap=overlap)
     if overlap and stage == 3:
         raise PlanError(
             "zero(3, overlap=True): stage 3 always unshards the parameters of a unit while another computes. Leave "
             "overlap out; stages 1 and 2 take it."
         )
-    return Zero(int(stage), as_names(axis), as_names(only), bool(overlap))
+    return Zero(int(stage), as_names(axis), as_names(only), overlap)
 
 
 @dataclass(frozen=True, repr=False)

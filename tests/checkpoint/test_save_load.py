@@ -370,6 +370,10 @@ def test_wrong_paths_and_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     wrong: list[tuple[Any, str]] = [
         (lambda: checkpoint.save(model, run), "save was given a Linear as path. Give the path first"),  # type: ignore
         (lambda: checkpoint.load(None, model), "load was given a NoneType as path"),  # type: ignore
+        (lambda: checkpoint.Checkpoints(None), r"as path. Give the path first: Checkpoints\(folder\)"),  # type: ignore
+        (lambda: checkpoint.Checkpoints("s3://bucket"), "Give a path in a file system that all ranks see"),
+        (lambda: checkpoint.save(run / "a", model, background="no"), "background='no'.*True or False"),  # type: ignore
+        (lambda: checkpoint.save(run / "a", model, random=None), "random=None.*True or False"),  # type: ignore
         (lambda: checkpoint.save("s3://bucket/run", model), "Give a path in a file system that all ranks see"),
         (lambda: checkpoint.save(run, model), "is the working directory, or holds it"),
         (lambda: checkpoint.save("/", model), '"/" is the working directory, or holds it'),

@@ -116,6 +116,8 @@ def test_another_word_is_refused():
     with pytest.raises(InputError) as raised:
         sl.shard_model(Net(), "dp=1", {"**": None}, check="often")  # type: ignore[arg-type]
     assert str(raised.value) == "check='often' was given; give True, False or \"always\"."
+    with pytest.raises(InputError, match=r"global_batch_norm=.no.* give True or False"):
+        sl.shard_model(Net(), "dp=1", {"**": None}, global_batch_norm="no")  # type: ignore[arg-type]
 
 
 def _unequal() -> list[str]:

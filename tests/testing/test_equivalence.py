@@ -422,6 +422,7 @@ def test_low_precision_finds_mistakes_larger_than_its_rounding(ranks, dtype: tor
         ({"accumulate": 0}, InputError, "equivalent() was given accumulate=0; give an integer from 1 up."),
         ({"clip": 0.0}, InputError, "equivalent() was given clip=0.0; give a gradient norm above zero"),
         ({"dtype": torch.int64}, InputError, "equivalent() was given dtype=torch.int64; give one of torch.float64"),
+        ({"no_sync": "yes"}, InputError, "equivalent(no_sync='yes') was given; give True or False."),
         ({"rng": "slow"}, InputError, 'equivalent() was given rng=\'slow\'; give "exact" or "fast".'),
         ({"shard": print}, InputError, "equivalent() was given both shard= and rules."),
         ({"mesh": "dp=2,tp=-1"}, MeshError, 'equivalent() was given mesh "dp=2,tp=-1"; give every size'),

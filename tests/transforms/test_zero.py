@@ -36,6 +36,14 @@ def test_updates_overlap_where_they_are_told_to():
     assert (laid_out("dp=2") | zero(1, overlap=True)).step.overlap
 
 
+def test_a_function_that_was_not_called_and_a_word_for_a_flag_are_refused():
+    for given in (zero, fsdp, hsdp, replicate):
+        with pytest.raises(PlanError, match=rf"Call it, and give what it returns: {given.__name__}\(\.\.\.\)"):
+            laid_out("dp=2") | given  # type: ignore[operator]
+    with pytest.raises(PlanError, match=r"overlap='no'.*give True or False"):
+        zero(1, overlap="no")  # type: ignore[arg-type]
+
+
 def test_frozen_parameters_are_split_in_stage_three_alone_and_buffers_never():
     plain = laid_out("dp=2")
     for stage in (1, 2):

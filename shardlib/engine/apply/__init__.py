@@ -44,7 +44,7 @@ from shardlib.engine.randomness import agree_on_random_state, share_random_state
 from shardlib.engine.recompute import modules_to_recompute
 from shardlib.engine.sharded import Sharded, is_sharded, keep, record_of
 from shardlib.engine.undo import Undo
-from shardlib.errors import PlanError, short_traceback
+from shardlib.errors import InputError, PlanError, check_flags, short_traceback
 from shardlib.rules import Rules
 
 __all__ = ["Sharded", "apply_plan", "is_sharded", "names_here", "no_sync", "plan_of", "record_of", "shard_model"]
@@ -109,7 +109,7 @@ def shard_model(
         ShardingError: the model is already sharded, or ranks pass different models.
         CheckpointError: `init` does not fit the model.
         LostRankError: another rank has ended, or did not answer in time.
-        InputError: `check` is none of these.
+        InputError: `check` is none of these, `global_batch_norm` is no bool.
 
     Example:
         >>> import torch
@@ -120,6 +120,7 @@ def shard_model(
     """
     check_backend(compile)
     check_choice(check)
+    check_flags("shard_model", InputError, global_batch_norm=global_batch_norm)
     exact.check_mode(rng)
     device_mesh = make_mesh(mesh)
     refuse_model(model)

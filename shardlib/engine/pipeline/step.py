@@ -45,7 +45,7 @@ from shardlib.engine.pipeline.streams import Streams
 from shardlib.engine.pipeline.transport import Transport
 from shardlib.engine.sharded import Sharded, record_of
 from shardlib.engine.wrapper import OptimizerWrapper
-from shardlib.errors import InputError, LostRankError, ShardingError, StageError, warn
+from shardlib.errors import InputError, LostRankError, ShardingError, StageError, check_flags, warn
 
 __all__ = ["PipelineStep", "Step", "pipeline_step"]
 
@@ -124,6 +124,7 @@ def pipeline_step(
         >>> step.loss.shape, model.weight.grad.shape
         (torch.Size([]), torch.Size([2, 4]))
     """
+    check_flags("pipeline_step", InputError, return_outputs=return_outputs, forward_only=forward_only)
     train = not forward_only and torch.is_grad_enabled()
     step = Step(model, criterion, optimizer, train=train, keep_outputs=return_outputs or not train)
     return step.run(batch, microbatches, microbatch_size, replicate)

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardlib._mesh import MeshShape
 from shardlib.engine._torch import pytree
 from shardlib.engine.apply import shard_model
-from shardlib.errors import InputError, InputTypeError, nearest
+from shardlib.errors import InputError, InputTypeError, check_flags, nearest
 
 __all__ = ["Case", "adamw", "as_call", "default_loss", "rows_of"]
 
@@ -76,6 +76,7 @@ class Case:
             )
         if self.rng not in ("exact", "fast"):
             raise InputError(f'equivalent() was given rng={self.rng!r}; give "exact" or "fast".')
+        check_flags("equivalent", InputError, no_sync=self.no_sync)
         self._check_options()
         self._check_how_it_is_sharded()
         self._check_engine()
