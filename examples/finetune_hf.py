@@ -90,14 +90,15 @@ class Held:
 
     def __init__(self, model: nn.Module) -> None:
         self._memory: dict[int, tuple[torch.UntypedStorage, int]] = {}  # the storage is kept: no address comes twice
-        self._look(model)
+        for module in model.modules():
+            self._look(module)
 
     def _look(self, module: nn.Module, _args: Any = None) -> None:
-        for p in module.parameters():
-            if isinstance(p, nn.Parameter):  # another tensor stands for a parameter that is not here now
-                local = p.to_local() if isinstance(p, DTensor) else p
-                storage = local.untyped_storage()
-                self._memory[storage.data_ptr()] = storage, storage.nbytes() // local.element_size()
+        for p in module.parameters(recurse=False):  # those of other modules may not be here now
+            local = p.detach()
+            local = local.to_local() if isinstance(local, DTensor) else local
+            storage = local.untyped_storage()
+            self._memory[storage.data_ptr()] = storage, storage.nbytes() // local.element_size()
 
     @property
     def most(self) -> int:

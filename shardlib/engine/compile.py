@@ -342,7 +342,8 @@ class _Before:
 
     @property
     def _is_as_before(self) -> bool:
-        return torch.equal(self.tensor.detach().nan_to_num(), self.value.nan_to_num())
+        same = (self.tensor.detach().nan_to_num() == self.value.nan_to_num()).all()
+        return bool(to_full_tensor(same))  # of a split tensor, the same answer on all ranks
 
     def is_written_apart(self) -> bool:
         """Tell whether the call has written into the tensor, and autograd does not know."""
