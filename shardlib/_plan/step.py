@@ -79,7 +79,8 @@ class Step:
 
     def __post_init__(self) -> None:
         for name, usual in (("bucket_mb", 25), ("unbucketed_mb", 1)):
-            if not (value := getattr(self, name)) > 0:
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or not value > 0:
                 raise PlanError(f"{name}={value!r} was given; give a positive number of megabytes, such as {usual}.")
 
     @property

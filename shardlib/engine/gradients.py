@@ -10,6 +10,7 @@ first backward pass makes them; `shardlib/engine/schedule.py` decides when a buc
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import weakref
@@ -111,12 +112,15 @@ class GradientReducer:
         this = weakref.ref(self)
         for slot in self._slots:
             param = slot.param_state.param
-            if slot.param_state.is_stored_sharded or not (param.is_floating_point() or param.is_complex()):
+            if not (param.is_floating_point() or param.is_complex()):
                 continue
             frozen = not param.requires_grad
             param.requires_grad_(True)  # torch registers hooks on no other tensor
-            self._handles.append(param.register_post_accumulate_grad_hook(_accumulation_hook(this)))
-            if slot.param_state.shard_spec is not None:
+            if slot.param_state.is_stored_sharded:
+                self._handles.append(param.register_hook(_torch.own_hook(_shard_hook(this, weakref.ref(param)))))
+            else:
+                self._handles.append(param.register_post_accumulate_grad_hook(_accumulation_hook(this)))
+            if slot.param_state.is_updated_sharded:
                 self._handles.append(param.register_hook(begin_hook(this, slot)))
             param.requires_grad_(not frozen)
 
@@ -424,7 +428,7 @@ class GradientReducer:
         """Take a gradient of a parameter that is stored in shards from a reader outside of its unit."""
         (reduced,) = self.take_unsharded([param_state], [grad], [False])
         if reduced is not None:
-            before = param_state.param.grad
+            before, reduced = param_state.param.grad, reduced * self.averaging.over(())
             param_state.param.grad = reduced if before is None else before + reduced  # type: ignore[assignment]
 
     def _reduced_at_once(self, slots: Sequence[Slot]) -> dict[int, torch.Tensor]:
@@ -445,6 +449,7 @@ class GradientReducer:
         for (axes, *_), batch in batches.items():
             bucket = self._bucket(axes, batch, batch[0].param_state)
             assert isinstance(bucket, ReduceScatterBucket)
+            bucket.averaging = dataclasses.replace(self.averaging, passes=1)  # hooks of parameters see to passes
             bucket.begin(None)
             bucket.wait()
             self.executor.downloads.wait()
@@ -694,6 +699,28 @@ def _accumulation_hook(reducer: weakref.ref[GradientReducer]) -> Callable[[nn.Pa
         alive = reducer()
         if alive is not None and (alive.listens or isinstance(leaf.grad, DTensor)):
             alive._on_gradient(leaf)
+
+    return hook
+
+
+def _shard_hook(
+    reducer: weakref.ref[GradientReducer], parameter: weakref.ref[nn.Parameter]
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a hook on a parameter that is stored in shards, for a gradient that autograd adds to `p.grad`.
+
+    One from outside of the units may be full, as that of `p[0]`, and then is that of this rank's examples: it becomes
+    shards of the mean. In a step of several passes, `p.grad` has the mean over them.
+    """
+
+    def hook(grad: torch.Tensor) -> torch.Tensor:
+        alive, param = reducer(), parameter()
+        if alive is None or not isinstance(grad, DTensor) or not isinstance(param, DTensor):
+            return grad
+        if grad.placements != param.placements:
+            grad = grad.redistribute(param.device_mesh, param.placements)
+        if alive.passes > 1 and _torch.asks_for_gradient(_torch.accumulation_of(param)):
+            grad = grad * alive.averaging.over(())
+        return grad
 
     return hook
 

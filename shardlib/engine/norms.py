@@ -115,7 +115,8 @@ def _norm_among(
             by_mesh[counting].append(local_of(grad))
     device = _device_of(params)
     totals = [_summed(_power(local, p, device), counting, p) for counting, local in by_mesh.items()]
-    norm = _total_norm(totals, p, device).to(_norm_dtype([grad.dtype for _, grad in summed]))
+    dtypes = [grad.dtype for _, grad in summed] or [one.dtype for one in params]  # a stage may be frozen
+    norm = _total_norm(totals, p, device).to(_norm_dtype(dtypes))
     if error_if_nonfinite and not torch.isfinite(norm):
         raise ShardingError(
             f"The norm of order {p:g} of all gradients is {norm.item()}, on all ranks. Look for the step at which the "

@@ -394,11 +394,27 @@ def _sum_and_count(loss: Any, weight: Any) -> tuple[torch.Tensor, torch.Tensor |
     given = loss[1] if pair else weight
     if given is None:
         return total, None
-    count = torch.as_tensor(given, dtype=torch.float64).detach()
-    if count.numel() != 1 or not torch.isfinite(count) or count < 0:
-        raise InputError(f"backward() was given the count {given!r}; give a number of examples or tokens, from 0 up.")
-    count = count.reshape(()).to(total.device)
+    count = as_count(given, "backward() was given").to(total.device)
     return (total if pair else total * count.to(total.dtype)), count
+
+
+def as_count(given: Any, told: str) -> torch.Tensor:
+    """Return a count as a scalar of float64.
+
+    Raises:
+        InputError: it is no number from 0 up; `told` begins the message.
+
+    >>> as_count(3, "backward() was given")
+    tensor(3., dtype=torch.float64)
+    """
+    try:
+        count = torch.as_tensor(given, dtype=torch.float64).detach().reshape(())
+        is_valid = not _torch.has_values(count) or bool(torch.isfinite(count) and count >= 0)
+    except (TypeError, ValueError, RuntimeError):
+        is_valid = False
+    if not is_valid:
+        raise InputError(f"{told} the count {given!r}; give a number of examples or tokens, from 0 up.")
+    return count
 
 
 def _as_local_state(param: torch.Tensor, value: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils import checkpoint
@@ -64,6 +64,8 @@ _pipelining = private_when_used(
     without="schedules with split backward passes, as ZBV, do not run",
 )
 
+H = TypeVar("H", bound=Callable[..., Any])
+
 __all__ = [
     "accumulation_of",
     "asks_for_gradient",
@@ -76,6 +78,7 @@ __all__ = [
     "is_checkpointing",
     "is_transformed",
     "next_node_number",
+    "own_hook",
     "rebind_checkpointed",
     "require_gradient",
     "run_at_end_of_backward",
@@ -125,9 +128,16 @@ def asks_for_gradient(node: Any) -> bool | None:
         return None
 
 
+def own_hook(hook: H) -> H:
+    """Mark a hook on a gradient as one of shardlib's own."""
+    hook.of_shardlib = True  # type: ignore[attr-defined]
+    return hook
+
+
 def has_gradient_hooks(param: torch.Tensor) -> bool:
     """Tell whether the user has registered hooks on a parameter's gradient."""
-    return bool(param._backward_hooks or param._post_accumulate_grad_hooks)  # type: ignore[attr-defined]
+    before = (param._backward_hooks or {}).values()
+    return bool(param._post_accumulate_grad_hooks) or any(not hasattr(hook, "of_shardlib") for hook in before)  # type: ignore[attr-defined]
 
 
 def has_hook(tensor: torch.Tensor, hook: Callable[..., Any]) -> bool:

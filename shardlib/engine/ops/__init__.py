@@ -15,6 +15,7 @@ from shardlib.engine._torch import (
     DTensorSpec,
     Op,
     OpInfo,
+    backward_id,
     clear_propagation_cache,
     intercept_data,
     intercept_propagation,
@@ -35,7 +36,7 @@ from shardlib.engine.ops._operands import is_fused_beside_others, redistributed
 from shardlib.engine.ops._record import GatheredOp, ShardlibGatherWarning, record
 from shardlib.engine.ops._rows import P, R, S, row, rule, ruled_ops
 from shardlib.engine.ops._scaled import UNSCALE, unscale
-from shardlib.engine.ops._stored import refuse_local_tensors, written_whole
+from shardlib.engine.ops._stored import averaged, refuse_local_tensors, written_whole
 
 __all__ = [
     "GatheredOp",
@@ -119,7 +120,10 @@ def _has_rules(mesh: DeviceMesh) -> bool:
 
 @naming_lost_ranks_in_operations
 def _redistribute(original: Any, local: torch.Tensor, source: DTensorSpec, target: DTensorSpec, **options: Any) -> Any:
-    """Redistribute correctly where PyTorch is wrong: fused splits on several axes, or axes in another order."""
+    """Redistribute correctly where PyTorch is wrong: fused splits on several axes, or axes in another order; and a
+    gradient of this data rank's examples to shards of the mean over data ranks."""
+    if source.mesh in _STORED and backward_id() != -1 and (mean := averaged(local, source, target)) is not None:
+        return mean
     if _has_rules(source.mesh) and is_fused_beside_others(source, target.placements):
         return redistributed(local, source, target.placements)
     return original(local, source, target, **options)

@@ -17,6 +17,7 @@ from shardlib.engine.pipeline.batch import Call
 from shardlib.engine.pipeline.route import StageBoundary, has_values, without_fakes
 from shardlib.engine.pipeline.streams import Streams
 from shardlib.engine.sharded import Sharded
+from shardlib.engine.wrapper import as_count
 from shardlib.errors import InputError, PlanError
 
 __all__ = ["Computation", "Criterion", "Losses", "Microbatch"]
@@ -49,11 +50,13 @@ class Losses:
         values: a value for each microbatch: the mean over its rows, or the sum over its counted items.
         weights: the number of rows or the count of each microbatch.
         counted: whether the criterion returned counts; None before the first loss.
+        have_graph: whether backward can begin from any of them.
     """
 
     values: list[torch.Tensor] = field(default_factory=list)
     weights: list[Any] = field(default_factory=list)
     counted: bool | None = None
+    have_graph: bool = False
 
     def sums(self) -> list[float]:
         """Return the sum of losses over all rows or counted items, and their number."""
@@ -171,8 +174,20 @@ class Computation:
             )
         self.losses.counted = pair
         self.losses.values.append(loss.detach().reshape(()))
-        self.losses.weights.append(given[1] if pair else microbatch.rows)
+        self.losses.weights.append(as_count(given[1], "The criterion returned") if pair else microbatch.rows)
+        self.losses.have_graph |= loss.requires_grad
+        if self.train and len(self.losses.values) == len(self.microbatches):
+            self._refuse_without_graph()
         return loss
+
+    def _refuse_without_graph(self) -> None:
+        """Refuse losses that no backward can begin from, but for those of a batch in which nothing counts."""
+        if self.record.has_values and not self.losses.have_graph and any(self.losses.weights):
+            raise InputError(
+                "The losses of all microbatches have no graph of autograd, and train nothing: the criterion detaches "
+                "the output, runs under no_grad, or takes something like argmax. Return a loss that depends on the "
+                "output; for a metric alone, give forward_only=True."
+            )
 
     # --- backward -----------------------------------------------------------------------------------------------------
 

@@ -447,6 +447,29 @@ def test_ranks_that_raise_together_are_named_and_all_can_go_on(ranks, case: str)
     assert re.match("Stage 0 on rank [01] raised in the forward of microbatch 0: ValueError: too tired\n", found[2][1])
 
 
+_LOSSES: dict[str, tuple[Any, str]] = {
+    "no number": (lambda y, x: (y.sum(), None), "the count None; give a number of examples or tokens, from 0 up."),
+    "two": (lambda y, x: (y.sum(), torch.tensor([2, 2])), "the count tensor"),
+    "negative": (lambda y, x: (y.square().sum(), -3), "the count -3; give"),
+    "nan": (lambda y, x: (y.sum(), float("nan")), "the count nan; give"),
+    "detached": (lambda y, x: y.detach().mean(), "have no graph of autograd, and train nothing"),
+    "detached, counted": (lambda y, x: (y.detach().sum(), 2), "have no graph of autograd, and train nothing"),
+}
+
+
+def _told(which: str) -> str:
+    model = sl.shard_model(Fragile(), "pp=2", sl.Rules({"**": None}, stages="blocks.0-1 | blocks.2-3"))
+    with pytest.raises(StageError) as raised:
+        sl.pipeline_step(model, torch.ones(4, 4), _LOSSES[which][0], microbatches=2)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("which", _LOSSES)
+def test_what_is_no_loss_or_no_count_is_named_everywhere(ranks, which: str):
+    for message in ranks(2).run(_told, which):
+        assert message.startswith("Stage 1 on rank 1 raised in the forward") and _LOSSES[which][1] in message
+
+
 def test_another_shape_in_the_last_microbatch_is_named_everywhere(ranks):
     said = (
         "Stage 0 on rank 0 raised in the forward of microbatch 2: PlanError: Stage 0 has made a tensor of shape (2, 3) "

@@ -1,0 +1,119 @@
+"""Weights that a loss reads outside of forward, where stage 3 stores shards: its gradients, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import shardlib as sl
+from shardlib.errors import ShardingError
+
+
+class Tasks(nn.Module):
+    """Losses of four tasks, weighted by their uncertainty (Kendall et al. 2018) outside of forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.logvar = nn.Linear(6, 4), nn.Parameter(torch.randn(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x)
+
+
+def _full(param: torch.Tensor) -> torch.Tensor:
+    return param.full_tensor() if isinstance(param, DTensor) else param
+
+
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # of the weights and the losses of the tasks
+READ: dict[str, Loss] = {
+    "full": lambda v, losses: (torch.exp(-_full(v)) * losses + _full(v)).sum(),
+    "index": lambda v, losses: sum(torch.exp(-v[i]) * losses[i] + v[i] for i in range(4)),  # type: ignore[return-value]
+    "slice": lambda v, losses: losses.sum() + v[1:].exp().sum() + v[0],
+    "unbind": lambda v, losses: sum(torch.exp(-one) * loss for one, loss in zip(v.unbind(), losses, strict=True)),  # type: ignore[return-value,misc]
+    "penalty": lambda v, losses: losses.sum() + v.square().sum(),
+    "constant": lambda v, losses: losses.sum() + (v - torch.ones(4, dtype=v.dtype)).square().sum(),
+}
+REFUSED: dict[str, Loss] = {
+    "shards times losses": lambda v, losses: (torch.exp(-v) * losses).sum(),
+    "shards over losses": lambda v, losses: (losses / v.exp()).sum(),
+    "a loss times a penalty": lambda v, losses: losses.sum() * v.square().sum(),
+}
+STORED = [sl.zero(3), sl.fsdp()]
+
+
+def _loss(model: nn.Module, x: torch.Tensor, read: Loss) -> torch.Tensor:
+    y = model(x)
+    return read(model.logvar, torch.stack([y[:, i].square().mean() for i in range(4)]))
+
+
+def _differs(mesh: str, transforms: Any, how: str, passes: int) -> float:
+    """The largest difference of a gradient from that of one device."""
+    torch.manual_seed(0)
+    plain, batches = Tasks().double(), torch.randn(passes, 8, 6, dtype=torch.float64)
+    model = sl.shard_model(copy.deepcopy(plain), mesh, {"**": None}, transforms=[transforms, sl.accumulate(passes)])
+    data = sl.mesh(mesh)
+    for x in batches:
+        (_loss(plain, x, READ[how]) / passes).backward()
+        _loss(model, x.chunk(data.size())[data.get_rank()], READ[how]).backward()
+    want = dict(plain.named_parameters())
+    return max((_full(p.grad) - want[name].grad).abs().max().item() for name, p in model.named_parameters())  # type: ignore[arg-type,operator]
+
+
+@pytest.mark.covering
+@pytest.mark.filterwarnings("ignore::shardlib.engine.ops.ShardlibGatherWarning")
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("how", READ)
+@pytest.mark.parametrize("transform", STORED, ids=repr)
+def test_gradients_are_those_of_all_data_ranks(ranks, transform: Any, how: str, passes: int):
+    for found in ranks(2).run(_differs, "dp=2", transform, how, passes):
+        assert found < 1e-12
+
+
+@pytest.mark.filterwarnings("ignore::shardlib.engine.ops.ShardlibGatherWarning")
+def test_gradients_are_those_of_replicas_too(ranks):
+    for how in ("full", "index"):
+        transform = sl.hsdp(shard="fsdp", replicate="dp")
+        for found in ranks(4).run(_differs, "dp=2,fsdp=2", transform, how, 1):
+            assert found < 1e-12
+
+
+def _refused(transform: Any, how: str) -> str:
+    torch.manual_seed(0)
+    model = sl.shard_model(Tasks(), "dp=2", {"**": None}, transforms=transform)
+    with pytest.raises(ShardingError) as raised:
+        _loss(model, torch.randn(4, 6) + torch.distributed.get_rank(), REFUSED[how])
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("how", REFUSED)
+@pytest.mark.parametrize("transform", STORED, ids=repr)
+def test_shards_beside_what_each_data_rank_has_of_its_own_are_refused(ranks, transform: Any, how: str):
+    for message in ranks(2).run(_refused, transform, how):
+        assert "of which data ranks have different ones" in message
+        assert "weight.full_tensor(), whose gradient is the mean over data ranks" in message
+
+
+def _through_a_hook() -> float:
+    """With a hook of the user, autograd is given gradients that are reduced at once."""
+    torch.manual_seed(0)
+    plain, batches = Tasks().double(), torch.randn(2, 8, 6, dtype=torch.float64)
+    model = sl.shard_model(copy.deepcopy(plain), "dp=2", {"**": None}, transforms=[sl.zero(3), sl.accumulate(2)])
+    for each in (plain, model):
+        each.net.weight.register_hook(lambda grad: grad * 3)
+    for x in batches:
+        ((plain(x).square().mean() + plain.net.weight.square().sum()) / 2).backward()
+        mine = x.chunk(2)[torch.distributed.get_rank()]
+        (model(mine).square().mean() + model.net.weight.square().sum()).backward()
+    assert plain.net.weight.grad is not None and model.net.weight.grad is not None
+    return (_full(model.net.weight.grad) - plain.net.weight.grad).abs().max().item()
+
+
+def test_hooks_see_what_forward_and_a_penalty_add_up_to(ranks):
+    for found in ranks(2).run(_through_a_hook):
+        assert found < 1e-12
