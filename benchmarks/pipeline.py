@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 import shardlib as sl
+from shardlib.booster import Pipe
 
 MICROBATCHES = 4
 PIPE_SIZES = {name: replace(size, rows=2 * MICROBATCHES) for name, size in SIZES.items()}
@@ -156,7 +157,7 @@ VARIANTS = [
     Variant("shardlib, 1f1b", partial(ours, schedule="1f1b"), peers=(fused("Schedule1F1B"),)),
     Variant("shardlib, gpipe", partial(ours, schedule="gpipe"), peers=(fused("ScheduleGPipe"),)),
     *(FAIRSCALE if find_spec("fairscale") else []),
-    Variant("shardlib, Pipe", partial(OneProcess, pipe=sl.Pipe), fused=True, peers=(fused("fairscale Pipe"),)),
+    Variant("shardlib, Pipe", partial(OneProcess, pipe=Pipe), fused=True, peers=(fused("fairscale Pipe"),)),
 ]
 
 

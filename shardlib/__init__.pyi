@@ -13,11 +13,7 @@ from .checkpoint import (
     save as save,
 )
 from .engine import (
-    LazyInitContext as LazyInitContext,
     OptimizerWrapper as OptimizerWrapper,
-    Pipe as Pipe,
-    balance_by_size as balance_by_size,
-    balance_by_time as balance_by_time,
     clip_grad_norm_ as clip_grad_norm_,
     clip_grad_value_ as clip_grad_value_,
     exact_random as exact_random,

@@ -1,16 +1,34 @@
-"""The peak of memory, and TensorBoard's writer, for objects that report on a training run."""
+"""Seconds of a function, the peak of memory, and TensorBoard's writer."""
 
 from __future__ import annotations
 
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from shardlib.errors import LaunchError
 
-__all__ = ["peak_bytes", "process_peak_bytes", "summary_writer"]
+__all__ = ["peak_bytes", "process_peak_bytes", "summary_writer", "timed"]
+
+T = TypeVar("T")
+
+
+def timed(run: Callable[[], T], device: torch.device) -> tuple[float, T]:
+    """Return the seconds that a function takes on a device, and its result."""
+    _await(device)
+    start = time.perf_counter()
+    result = run()
+    _await(device)
+    return time.perf_counter() - start, result
+
+
+def _await(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 def peak_bytes() -> int:

@@ -1,4 +1,4 @@
-"""The API of boosters and engines to start and configure a job, implemented on shardlib."""
+"""What users of ColossalAI and fairscale know: boosters, their plugins, and pipelines in one process."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from shardlib.booster._booster import BoostedModule, Booster
 from shardlib.booster._checkpoint_io import GeneralCheckpointIO
 from shardlib.booster._coordinator import DistCoordinator
 from shardlib.booster._data import DataLoader
+from shardlib.booster._lazy import LazyInitContext
 from shardlib.booster._logger import DistributedLogger, disable_existing_loggers, get_dist_logger
 from shardlib.booster._moe import MoeHybridParallelPlugin
 from shardlib.booster._optimizer import BoostedOptimizer
@@ -31,7 +32,8 @@ from shardlib.booster._recompute import GradientCheckpointConfig, PipelineGradie
 from shardlib.booster._stages import PipelineStageManager
 from shardlib.booster.config import Config
 from shardlib.booster.launch import Launched, launch, launch_from_openmpi, launch_from_slurm, launch_from_torch
-from shardlib.engine import LazyInitContext, OptimizerWrapper
+from shardlib.booster.pipe import Pipe, balance_by_size, balance_by_time
+from shardlib.engine import OptimizerWrapper
 
 ModelWrapper = BoostedModule
 
@@ -61,11 +63,14 @@ __all__ = [
     "ModelWrapper",
     "MoeHybridParallelPlugin",
     "OptimizerWrapper",
+    "Pipe",
     "PipelineGradientCheckpointConfig",
     "PipelineStageManager",
     "Plugin",
     "TorchDDPPlugin",
     "TorchFSDPPlugin",
+    "balance_by_size",
+    "balance_by_time",
     "disable_existing_loggers",
     "get_accelerator",
     "get_current_device",

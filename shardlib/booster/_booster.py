@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardlib.booster._checkpoint_io import GeneralCheckpointIO, Path
+from shardlib.booster._lazy import build_again, is_recorded
 from shardlib.booster._lora import add_lora, save_lora
 from shardlib.booster._optimizer import BoostedOptimizer, Carried
 from shardlib.booster._plugins import OneProcess, Plugin
@@ -20,7 +21,6 @@ from shardlib.booster._precision import Transforms, mixed_precision_of
 from shardlib.booster._recompute import leave_to_plan
 from shardlib.engine import agree, no_sync, pipeline_step, plan_of, shard_model
 from shardlib.engine._torch import pytree
-from shardlib.engine.lazy import build_again, is_recorded
 from shardlib.errors import InputError, MeshError, PlanError, ShardingError
 
 __all__ = ["BoostedModule", "Booster"]

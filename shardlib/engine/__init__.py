@@ -6,11 +6,8 @@ from shardlib.engine.apply import apply_plan, no_sync, plan_of, shard_model
 from shardlib.engine.dryrun import plan
 from shardlib.engine.exact import exact_random
 from shardlib.engine.gradients import GradientBucket
-from shardlib.engine.lazy import LazyInitContext
 from shardlib.engine.norms import clip_grad_norm_, clip_grad_value_, get_grad_norm
 from shardlib.engine.optimizer import register_elementwise, register_per_tensor
-from shardlib.engine.pipeline.pipe import Pipe
-from shardlib.engine.pipeline.profile import balance_by_size, balance_by_time
 from shardlib.engine.pipeline.step import PipelineStep, pipeline_step
 from shardlib.engine.recording import record_collectives
 from shardlib.engine.reduction import reduce_gradients_by
@@ -19,13 +16,9 @@ from shardlib.engine.wrapper import OptimizerWrapper
 
 __all__ = [
     "GradientBucket",
-    "LazyInitContext",
     "OptimizerWrapper",
-    "Pipe",
     "PipelineStep",
     "apply_plan",
-    "balance_by_size",
-    "balance_by_time",
     "clip_grad_norm_",
     "clip_grad_value_",
     "exact_random",

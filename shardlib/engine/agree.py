@@ -99,8 +99,8 @@ def _refuse_values_on_some_ranks(count: int, total: int, group: dist.ProcessGrou
         raise ShardingError(
             f"Ranks have values of different numbers of the model's {total} tensors, and the others on the meta "
             f"device:\n{_side_by_side(counts, group)}\nNo rank sends its values to the others. Load the weights on "
-            "every rank; or build the model on every rank in shardlib.LazyInitContext, also by from_pretrained: it "
-            "then takes no memory, and shard_model gives each rank its shards."
+            "every rank; or build the model on every rank in shardlib.booster.LazyInitContext, also by "
+            "from_pretrained: it then takes no memory, and shard_model gives each rank its shards."
         )
 
 

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardlib.engine import _torch
 from shardlib.engine.full_tensor import to_full_tensor
 from shardlib.engine.region import unwrap_dtensor
 
@@ -54,8 +55,7 @@ def install(model: nn.Module, group: dist.ProcessGroup) -> list[Any]:
     if not python_modules:
         return []
     for module in python_modules:
-        if not hasattr(getattr(module, _NAME), "of_one_rank"):
-            setattr(module, _NAME, _wrapped(getattr(module, _NAME)))
+        _torch.patch((module.__name__, _NAME), functools.partial(_replace, module))
     return [
         model.register_forward_pre_hook(lambda *_: _running.groups.append(group), prepend=True),
         model.register_forward_hook(lambda *_: _leave(), always_call=True),
@@ -75,6 +75,12 @@ def _modules_with_loss(model: nn.Module) -> Iterator[ModuleType]:
             yield module
 
 
+def _replace(module: ModuleType) -> Callable[[], None]:
+    original = getattr(module, _NAME)
+    setattr(module, _NAME, _wrapped(original))
+    return functools.partial(setattr, module, _NAME, original)
+
+
 def _wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def loss(
@@ -84,7 +90,6 @@ def _wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(gate_logits, num_experts, top_k, attention_mask)
         return balance_over(_running.groups[-1], gate_logits, num_experts, top_k, attention_mask)
 
-    loss.of_one_rank = original  # type: ignore[attr-defined]
     return loss
 
 

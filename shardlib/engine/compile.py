@@ -113,6 +113,8 @@ def compile_blocks(
     blocks = {name: block for name, block in blocks.items() if name not in report.eager}
     if blocks:
         _torch.compile_again_for_new_hooks()
+        if backend == "aot_eager":
+            _torch.keep_memory_of_graphs()
         _torch.give_fused_splits_real_offsets()
         _torch.keep_compiler_out_of("shardlib.engine.ops")
     compiler = _compiler(backend, data_rank) if blocks and backend is not None else backend

@@ -13,6 +13,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,14 +22,14 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from shardlib.engine import agree, lazy, pretrained
+from shardlib.engine import agree, pretrained
 from shardlib.engine._torch import as_kind, registered_tensors
 from shardlib.engine.full_tensor import to_full_tensor
 from shardlib.engine.ops import ShardlibGatherWarning
 from shardlib.engine.randomness import random_states, set_random_states
 from shardlib.errors import CheckpointError, ShardingError, nearest
 
-__all__ = ["Source", "checkpoints", "initial_values"]
+__all__ = ["SOURCES", "Source", "Values", "checkpoints", "initial_values"]
 
 Init = str | Path | Mapping[str, torch.Tensor] | Callable[[nn.Module], Any]
 # Returns uninitialised memory for the tensor of that name: a full tensor or a DTensor.
@@ -37,7 +38,18 @@ Make = Callable[[str, torch.Tensor], torch.Tensor]
 ShardOf = Callable[[str, Any], torch.Tensor]
 
 RESET = "reset_parameters"
-FROM_TAPE: Any = object()  # the source of values that were recorded on a tape when the model was built
+
+
+@dataclass(frozen=True)
+class Values:
+    """A source that makes full tensors one after another, of those that it is given by name: each is sharded before
+    the next one is asked for."""
+
+    of: Callable[[Mapping[str, torch.Tensor]], Iterator[tuple[str, torch.Tensor]]]
+
+
+SOURCES: list[Callable[[nn.Module, Mapping[str, torch.Tensor]], tuple[Any, ...] | None]] = []
+"""Functions that know where the values of tensors on `meta` come from, if `init` does not say it."""
 
 
 class Source(ExitStack):
@@ -124,13 +136,13 @@ def initial_values(
     """
     missing = {name: tensor for name, tensor in agree.named_tensors(model).items() if tensor.is_meta}
     values: dict[str, torch.Tensor] = {}
-    if init is None and any(map(lazy.is_recorded, missing.values())):
-        init = (*filter(None, [pretrained.source_of(model)]), FROM_TAPE)
+    if init is None:
+        init = next((found for find in SOURCES if (found := find(model, missing)) is not None), None)
     for source in init if isinstance(init, tuple) else () if init is None else (init,):
         for name in values:
             missing.pop(name, None)
-        if source is FROM_TAPE:
-            values |= {name: shard_of(name, full).to(missing[name].dtype) for name, full in lazy.values_of(missing)}
+        if isinstance(source, Values):
+            values |= {name: shard_of(name, full).to(missing[name].dtype) for name, full in source.of(missing)}
         elif callable(source) or source == RESET:
             values |= _from_initialiser(model, source, missing, shard_of, make)
         else:

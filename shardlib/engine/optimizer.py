@@ -124,9 +124,6 @@ def stepping_through_wrapper() -> Iterator[None]:
         _through_wrapper = before
 
 
-_watching: list[Any] = []
-
-
 def watch_optimizers(replaced: Mapping[torch.Tensor, str]) -> None:
     """Install the hook on all optimizers, once; reinstall it, since a caller may have cleared all optimizer hooks.
 
@@ -134,9 +131,8 @@ def watch_optimizers(replaced: Mapping[torch.Tensor, str]) -> None:
         replaced: the names of the parameters that sharding has replaced in their model; no optimizer may step on them.
     """
     _replaced.update(replaced)
-    for handle in _watching:
-        handle.remove()
-    _watching[:] = [torch_optimizer.register_optimizer_step_pre_hook(_inspect)]
+    hook = torch_optimizer.register_optimizer_step_pre_hook
+    _torch.patch(watch_optimizers, lambda: hook(_inspect).remove, anew=True)
 
 
 def _inspect(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -26,7 +26,8 @@ from torchmetrics import Metric
 
 from shardlib._mesh import MeshLike, MeshShape, join_torchrun
 from shardlib._mesh import mesh as make_mesh
-from shardlib.engine import LazyInitContext, OptimizerWrapper, full_state_dict, no_sync, plan_of, shard_model
+from shardlib.booster import LazyInitContext
+from shardlib.engine import OptimizerWrapper, full_state_dict, no_sync, plan_of, shard_model
 from shardlib.engine.apply import is_sharded
 from shardlib.engine.groups import group_over
 from shardlib.errors import CheckpointError, InputError, MeshError, ShardingError, nearest
@@ -87,7 +88,8 @@ class ShardlibStrategy(DDPStrategy):
         rules: as for `shardlib.shard_model`. None is the layout file of the sharded module's class, such as that of a
             Hugging Face model; on a mesh without model axes it replicates every parameter.
         transforms: as for `shardlib.shard_model`, or text such as "zero(2)".
-        lazy: build the model of `configure_model` in a `shardlib.LazyInitContext`: without memory until it is sharded.
+        lazy: build the model of `configure_model` in a `shardlib.booster.LazyInitContext`: without memory until it is
+            sharded.
         process_group_backend, timeout: as for `DDPStrategy`.
         **options: `bucket_mb`, `check`, `compile`, `global_batch_norm`, `init` and `rng` of `shardlib.shard_model`.
 

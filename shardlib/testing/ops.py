@@ -394,9 +394,9 @@ def _check_op(name: str, shape: tuple[int, ...], tries: int, form: str, dtype: t
     """Check one op of the database; runs on every rank."""
     warnings.simplefilter("ignore")
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("a", "b", "c")[: len(shape)])
-    ops.enable(mesh)
-    try:
-        findings: list[Finding] = []
+    findings: list[Finding] = []
+    with ops.restored():
+        ops.enable(mesh)
         for sample in samples_of(name, form=form, dtype=dtype):
             try:
                 wanted = sample.outcome()
@@ -404,9 +404,7 @@ def _check_op(name: str, shape: tuple[int, ...], tries: int, form: str, dtype: t
                 continue  # a sample that plain tensors refuse says nothing about ours
             if all(_plain(x) for x in wanted if isinstance(x, torch.Tensor)):
                 findings += check_function(sample, mesh, tries=tries)
-        return Verdict(name, tuple(findings))
-    finally:
-        ops.disable(mesh)
+    return Verdict(name, tuple(findings))
 
 
 def check_op(

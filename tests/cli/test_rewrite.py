@@ -94,7 +94,7 @@ FORMS = {
     ),
     "fairscale's": (
         "from fairscale.nn.pipe import Pipe\nfrom fairscale.nn import Pipe as P\n",
-        "from shardlib import Pipe\nfrom shardlib import Pipe as P\n",
+        "from shardlib.booster import Pipe\nfrom shardlib.booster import Pipe as P\n",
     ),
 }
 

@@ -189,8 +189,8 @@ def test_weights_on_the_first_rank_and_the_meta_device_on_the_others(ranks):
             "  rank 0: 9\n"
             "  rank 1: 0\n"
             "No rank sends its values to the others. Load the weights on every rank; or build the model on every rank "
-            "in shardlib.LazyInitContext, also by from_pretrained: it then takes no memory, and shard_model gives each "
-            "rank its shards."
+            "in shardlib.booster.LazyInitContext, also by from_pretrained: it then takes no memory, and shard_model "
+            "gives each rank its shards."
         )
 
 

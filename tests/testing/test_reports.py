@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import shardlib as sl
-from shardlib.booster import Booster, GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin
+from shardlib.booster import Booster, GeminiPlugin, LazyInitContext, LowLevelZeroPlugin, TorchDDPPlugin
 from shardlib.errors import PlanError, ShardingError
 from shardlib.testing import assert_equivalent, shared_pool
 from shardlib.testing.at_scale import at_scale
@@ -387,7 +387,7 @@ def _matrices_of(model: nn.Module) -> list[str]:
 
 def _chooses(kind: str) -> tuple[list[str], list[str]]:
     mesh, transform = KINDS[kind]
-    with sl.LazyInitContext():
+    with LazyInitContext():
         model = Net()
     return _matrices_of(model), _matrices_of(sl.shard_model(model, mesh, rules_for(mesh), transforms=transform))
 

@@ -18,5 +18,6 @@ from shardlib.engine._torch.meshes import *
 from shardlib.engine._torch.modules import *
 from shardlib.engine._torch.ops import *
 from shardlib.engine._torch.optim import *
+from shardlib.engine._torch.patches import *
 from shardlib.engine._torch.tensor import *
 from shardlib.engine._torch.trees import *

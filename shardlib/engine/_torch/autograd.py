@@ -11,6 +11,7 @@ import torch
 from torch.utils import checkpoint
 
 from shardlib.engine._torch._private import private, private_when_used
+from shardlib.engine._torch.patches import patch
 
 private(
     "torch.autograd.Variable._execution_engine",
@@ -204,17 +205,21 @@ def backward_of_weights(weights: Sequence[torch.Tensor], rest: Any) -> None:
     _backward.stage_backward_weight(iter(weights), rest)  # type: ignore[arg-type]
 
 
-@functools.cache
 def rebind_checkpointed(bind: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Have activation checkpointing compute again what `bind(function)` computes, in the place of the function.
 
     `bind` is called in forward. Both kinds of checkpointing keep the function for backward, where no mode of the
     forward is on any more.
     """
+    patch((rebind_checkpointed, bind), functools.partial(_rebind, bind))
+
+
+def _rebind(bind: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:
     # Torch 2.14 has both and calls the first.
     names = "_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator"
     name = next(name for name in names if hasattr(checkpoint, name))
-    reentrant, otherwise = checkpoint.CheckpointFunction.forward, getattr(checkpoint, name)
+    before, otherwise = vars(checkpoint.CheckpointFunction)["forward"], getattr(checkpoint, name)
+    reentrant = before.__func__
 
     def forward(ctx: Any, function: Any, *args: Any) -> Any:
         return reentrant(ctx, bind(function), *args)
@@ -224,3 +229,9 @@ def rebind_checkpointed(bind: Callable[[Callable[..., Any]], Callable[..., Any]]
 
     checkpoint.CheckpointFunction.forward = staticmethod(forward)  # type: ignore[method-assign]
     setattr(checkpoint, name, without_reentrant)
+
+    def undo() -> None:
+        checkpoint.CheckpointFunction.forward = before  # type: ignore[method-assign]
+        setattr(checkpoint, name, otherwise)
+
+    return undo

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardlib.engine._torch._private import private
 from shardlib.engine._torch.meshes import cached_by_mesh, forget_with_meshes
+from shardlib.engine._torch.patches import patch
 from shardlib.engine._torch.tensor import DTensorSpec, _StridedShard, chunks_of, split_factor
 
 private(
@@ -231,7 +232,6 @@ def intercept_redistribution(ours: Callable[..., Any]) -> Callable[[], None]:
     return lambda: setattr(_redistribute, "redistribute_local_tensor", original)
 
 
-@functools.cache
 def gather_uneven_splits_in_turn() -> None:
     """Have DTensor gather a dim that two axes split unevenly one axis after the other, as it split it.
 
@@ -239,14 +239,18 @@ def gather_uneven_splits_in_turn() -> None:
     3, 2, 2, 2, but flattened they would be 3, 3, 3, 0, and the wrong rows come back as padding.
     `tests/engine/test_properties.py` shows it.
     """
-    merged = getattr(_redistribute, "_optimize_transform_infos", None)
-    if merged is None:
-        return
+    if hasattr(_redistribute, "_optimize_transform_infos"):
+        patch(gather_uneven_splits_in_turn, _gather_in_turn)
+
+
+def _gather_in_turn() -> Callable[[], None]:
+    merged: Any = _redistribute._optimize_transform_infos
 
     def merge(infos: list[Any], mesh: DeviceMesh, *placements: Any) -> list[Any]:
         return infos if any(_is_uneven_gather(info, mesh) for info in infos) else merged(infos, mesh, *placements)
 
     _redistribute._optimize_transform_infos = merge  # type: ignore[assignment]
+    return lambda: setattr(_redistribute, "_optimize_transform_infos", merged)
 
 
 def _is_uneven_gather(info: Any, mesh: DeviceMesh) -> bool:

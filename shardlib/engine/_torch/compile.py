@@ -12,6 +12,7 @@ import torch
 
 from shardlib.engine._torch._private import private, private_when_used
 from shardlib.engine._torch.ops import Op
+from shardlib.engine._torch.patches import patch
 
 private(
     "torch.compiler.assume_constant_result",
@@ -53,6 +54,7 @@ __all__ = [
     "graph_breaks_raise",
     "inductor_backend",
     "keep_compiler_out_of",
+    "keep_memory_of_graphs",
     "raised_by_torch",
 ]
 
@@ -82,8 +84,6 @@ def graph_backend(decompositions: Mapping[Op, Callable[..., Any]] | None = None)
 
         return run
 
-    # No memory of a graph is reused here. Else a backward with retain_graph=True raises, which asks when it runs.
-    torch._functorch.config.donated_buffer = False
     return aot_autograd(
         fw_compiler=keep,
         partition_fn=min_cut_rematerialization_partition,
@@ -117,7 +117,19 @@ def constant_in_graphs(function: Callable[P, R]) -> Callable[P, R]:
 def compile_again_for_new_hooks() -> None:
     """Let dynamo notice hooks that a module gets after its first call. Torch 2.13 runs the old graph, without them."""
     _dynamo()
-    torch._dynamo.config.skip_nnmodule_hook_guards = False
+    patch(compile_again_for_new_hooks, lambda: _set(torch._dynamo.config, "skip_nnmodule_hook_guards"))
+
+
+def keep_memory_of_graphs() -> None:
+    """Let a graph that was traced from now on keep its memory: `retain_graph=True` asks for it when backward runs."""
+    _graphs()
+    patch(keep_memory_of_graphs, lambda: _set(torch._functorch.config, "donated_buffer"))
+
+
+def _set(config: Any, name: str) -> Callable[[], None]:
+    before = getattr(config, name)
+    setattr(config, name, False)
+    return functools.partial(setattr, config, name, before)
 
 
 @functools.cache

@@ -14,6 +14,7 @@ from shardlib.engine._torch._private import private
 from shardlib.engine._torch.fake import fake_mode
 from shardlib.engine._torch.meshes import forget_with_meshes
 from shardlib.engine._torch.ops import Op, schema_of
+from shardlib.engine._torch.patches import patch
 from shardlib.engine._torch.tensor import DTensorSpec, TensorMeta
 from shardlib.engine._torch.trees import pytree
 
@@ -81,6 +82,7 @@ __all__ = [
     "move_handlers",
     "replace_handler",
     "replace_kernels",
+    "replicate_plain_tensors",
     "restore_handlers",
     "return_and_correct_aliasing",
     "set_implicit_replication",
@@ -168,6 +170,12 @@ def set_implicit_replication(enabled: bool) -> bool:
     before = dispatcher()._allow_implicit_replication
     dispatcher()._allow_implicit_replication = enabled
     return before
+
+
+def replicate_plain_tensors() -> None:
+    """Count plain tensors that meet a DTensor as replicated in this thread, and no longer in the one that ends it."""
+    set_implicit_replication(True)
+    patch(replicate_plain_tensors, lambda: functools.partial(set_implicit_replication, False))
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from shardlib.engine._torch._private import private
 from shardlib.engine._torch.collectives import AsyncTensor
 from shardlib.engine._torch.meshes import forget_specs
 from shardlib.engine._torch.ops import Op, schema_of, written_to
+from shardlib.engine._torch.patches import holding_patches, patch
 from shardlib.engine._torch.tensor import _StridedShard
 from shardlib.engine._torch.trees import pytree
 from shardlib.errors import PlanError
@@ -309,8 +310,9 @@ def fake_tensors(*, with_stages: bool = False) -> Iterator[None]:
 
     `with_stages` lets `is_fake` tell which of them would have none in a real run either.
     """
-    give_fused_splits_real_offsets()
-    with _DryMode(allow_non_fake_inputs=True), _Marking() if with_stages else nullcontext():
+    marking = _Marking() if with_stages else nullcontext()
+    with holding_patches(), _DryMode(allow_non_fake_inputs=True), marking:
+        give_fused_splits_real_offsets()
         yield
 
 
@@ -393,12 +395,15 @@ def innermost_mode() -> Any:
     return modes[-1] if modes else None
 
 
-@functools.cache
 def give_fused_splits_real_offsets() -> None:
     """Let DTensor tell the shards of a fused split in a dry run and while a block is traced.
 
     It reads their offsets back from a small tensor of its own (2.13.0), which has no values there.
     """
+    patch(give_fused_splits_real_offsets, _with_real_offsets)
+
+
+def _with_real_offsets() -> Callable[[], None]:
     strided = _StridedShard.local_shard_size_and_offset
 
     def with_real_offsets(*args: Any, **kwargs: Any) -> Any:
@@ -406,6 +411,7 @@ def give_fused_splits_real_offsets() -> None:
             return strided(*args, **kwargs)
 
     _StridedShard.local_shard_size_and_offset = with_real_offsets  # type: ignore[method-assign]
+    return lambda: setattr(_StridedShard, "local_shard_size_and_offset", strided)
 
 
 def fake_tensor_errors() -> tuple[type[Exception], ...]:

@@ -10,6 +10,7 @@ from typing import Any, ParamSpec, TypeVar
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardlib.engine._torch._private import private
+from shardlib.engine._torch.patches import patch
 
 private(
     "torch.distributed.device_mesh.DeviceMesh._get_root_mesh",
@@ -77,15 +78,19 @@ def forget_specs() -> None:
         clear()
 
 
-@functools.cache
 def pickle_meshes_without_hash() -> None:
     """Let graphs of DTensors be found in the compiler's cache on disk: their keys contain pickled meshes."""
+    patch(pickle_meshes_without_hash, _pickle_without_hash)
+
+
+def _pickle_without_hash() -> Callable[[], None]:
     state_of = DeviceMesh.__getstate__
 
     def without_hash(mesh: DeviceMesh) -> dict[str, Any]:
         return {key: value for key, value in state_of(mesh).items() if key != "_hash"}
 
     DeviceMesh.__getstate__ = without_hash  # type: ignore[assignment]
+    return functools.partial(setattr, DeviceMesh, "__getstate__", state_of)
 
 
 def live_meshes() -> list[DeviceMesh]:

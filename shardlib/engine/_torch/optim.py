@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from shardlib.engine._torch._private import private
+from shardlib.engine._torch.patches import patch
 
 private(
     "torch.optim.Optimizer._optimizer_step_pre_hooks",
@@ -81,8 +82,14 @@ def hook_around_step(optimizer: torch.optim.Optimizer, before: Callable[..., Any
     for kind in type(optimizer).__mro__:
         step = vars(kind).get("step")
         if step is not None and kind is not torch.optim.Optimizer and not hasattr(step, "hooked"):
-            kind.step = torch.optim.Optimizer.profile_hook_step(step)  # type: ignore[attr-defined]
-            kind.step.hooked = True  # type: ignore[attr-defined]
+            patch((kind, "step"), functools.partial(_hooked, kind, step))
+
+
+def _hooked(kind: Any, step: Callable[..., Any]) -> Callable[[], None]:
+    """Let the step of a class call hooks, as torch does for the class of each optimizer that it makes."""
+    kind.step = torch.optim.Optimizer.profile_hook_step(step)  # type: ignore[attr-defined]
+    kind.step.hooked = True
+    return functools.partial(setattr, kind, "step", step)
 
 
 @functools.cache

@@ -225,11 +225,11 @@ def apply_plan(
         ranks_agree(tensors, plan_.lines(), everyone, exact_random=exact_random)
     if exact_random and is_first:
         share_random_state(everyone)
-    if values is None:
-        given = init is not None or any(tensor.is_meta for tensor in tensors.values())
-        values = initial_values(model, rank_plan, init, check=bool(check)) if given else {}
-
     with Undo() as undo:
+        undo.callback(_torch.hold_patches(model))
+        if values is None:
+            given = init is not None or any(tensor.is_meta for tensor in tensors.values())
+            values = initial_values(model, rank_plan, init, check=bool(check)) if given else {}
         if stages is not None:
             stages.cut(model, undo)
         sharded = shard_tensors(model, rank_plan, values, undo)

@@ -11,7 +11,6 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils.hooks import RemovableHandle
 
 from shardlib.engine import _torch
 from shardlib.engine.sharded import Sharded
@@ -20,7 +19,6 @@ from shardlib.errors import ShardingError
 __all__ = ["refuse_additions"]
 
 _records: WeakKeyDictionary[nn.Module, weakref.ref[Sharded]] = WeakKeyDictionary()  # of the modules of sharded models
-_hooks: list[RemovableHandle] = []
 
 
 def refuse_additions(model: nn.Module, record: Sharded) -> None:
@@ -32,9 +30,8 @@ def refuse_additions(model: nn.Module, record: Sharded) -> None:
     if record.plan.mesh.world_size == 1 and record.pipeline is None:
         return
     _records.update(dict.fromkeys(model.modules(), weakref.ref(record)))
-    for hook in _hooks:  # registered anew: a caller may have cleared all hooks of modules
-        hook.remove()
-    _hooks[:] = [_torch.watch_new_parameters(_check), _torch.watch_new_modules(_check)]
+    for watch in (_torch.watch_new_parameters, _torch.watch_new_modules):
+        _torch.patch((_check, watch), lambda watch=watch: watch(_check).remove, anew=True)
 
 
 def _check(module: nn.Module, name: str, new: nn.Parameter | nn.Module | None) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from shardlib.engine import _torch
 from shardlib.engine.sharded import is_sharded
@@ -13,7 +12,6 @@ from shardlib.errors import ShardingError
 __all__ = ["refuse_wrappers"]
 
 _WRAPPERS = "DistributedDataParallel", "FullyShardedDataParallel", "DataParallel"  # of torch, some not imported yet
-_hooks: list[RemovableHandle] = []
 
 
 def refuse_wrappers(model: nn.Module, undo: Undo) -> None:
@@ -24,9 +22,7 @@ def refuse_wrappers(model: nn.Module, undo: Undo) -> None:
     """
     for module in model.modules():
         undo.callback(_torch.refuse_composition(module, _refuse))
-    for hook in _hooks:  # registered anew: a caller may have cleared all hooks of modules
-        hook.remove()
-    _hooks[:] = [_torch.watch_new_modules(_check)]
+    _torch.patch(_check, lambda: _torch.watch_new_modules(_check).remove, anew=True)
 
 
 def _check(wrapper: nn.Module, name: str, new: nn.Module | None) -> None:

@@ -102,12 +102,12 @@ def exact_random(seed: int | None = None) -> Iterator[None]:
         ...     bool((torch.nn.init.normal_(torch.empty(4, 4)) == weight).all())
         True
     """
-    _torch.rebind_checkpointed(bound)
     before = torch.get_rng_state()
     try:
         if seed is not None:
             torch.default_generator.manual_seed(seed)
-        with ExactMode(DataRank()):
+        with _torch.holding_patches(), ExactMode(DataRank()):
+            _torch.rebind_checkpointed(bound)
             yield
     finally:
         if seed is not None:

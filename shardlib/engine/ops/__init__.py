@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -17,21 +17,24 @@ from shardlib.engine._torch import (
     OpInfo,
     backward_id,
     clear_propagation_cache,
+    holding_patches,
     intercept_data,
     intercept_propagation,
     intercept_reads,
     intercept_redistribution,
     intercept_written,
     move_handlers,
+    patch,
     replace_handler,
     restore_handlers,
+    unpatch,
 )
 from shardlib.engine.full_tensor import to_full_tensor
 from shardlib.engine.lost import naming_lost_ranks_in_operations
 from shardlib.engine.ops import _rules
 from shardlib.engine.ops._composite import install as replace_composites
 from shardlib.engine.ops._data import assign_data
-from shardlib.engine.ops._dispatch import drawing_by, drawn, forget_decisions, policy, remember_statics
+from shardlib.engine.ops._dispatch import drawing_by, drawn, forget_decisions, forget_statics, policy, remember_statics
 from shardlib.engine.ops._operands import is_fused_beside_others, redistributed
 from shardlib.engine.ops._record import GatheredOp, ShardlibGatherWarning, record
 from shardlib.engine.ops._rows import P, R, S, row, rule, ruled_ops
@@ -58,7 +61,6 @@ __all__ = [
 assert _rules
 _MESHES: set[DeviceMesh] = set()
 _STORED: set[DeviceMesh] = set()  # meshes on which parameters are stored in shards over data axes
-_UNDO = ExitStack()
 _HANDLED = (
     torch.ops.aten.convolution.default,
     torch.ops.aten.convolution_backward.default,
@@ -82,8 +84,7 @@ def enable(mesh: DeviceMesh, *, stored: bool = False) -> None:
     known = _STORED if stored else _MESHES
     if mesh in known:
         return
-    if not (_MESHES or _STORED):
-        _install()
+    patch(_install, _install)
     known.add(mesh)
     _forget()
 
@@ -94,7 +95,7 @@ def disable(mesh: DeviceMesh | None = None) -> None:
     _MESHES.difference_update(meshes)
     _STORED.difference_update(meshes)
     if not (_MESHES or _STORED):
-        _UNDO.close()
+        unpatch(_install)
     _forget()
 
 
@@ -102,11 +103,12 @@ def disable(mesh: DeviceMesh | None = None) -> None:
 def restored() -> Iterator[None]:
     """Disable after the block the meshes that were enabled inside it."""
     before = _MESHES | _STORED
-    try:
-        yield
-    finally:
-        for mesh in (_MESHES | _STORED) - before:
-            disable(mesh)
+    with holding_patches():
+        try:
+            yield
+        finally:
+            for mesh in (_MESHES | _STORED) - before:
+                disable(mesh)
 
 
 def enabled(mesh: DeviceMesh) -> bool:
@@ -143,7 +145,8 @@ def _forget() -> None:
     forget_decisions()
 
 
-def _install() -> None:
+def _install() -> Callable[[], None]:
+    """Have DTensor ask our rules; return an undo function."""
     # DTensor calls custom handlers before its sharding cache, for any mesh: replaced handlers are called after it.
     handlers = move_handlers(_HANDLED)
 
@@ -159,6 +162,8 @@ def _install() -> None:
             return handlers[op](op, args, kwargs)
         return original(op, args, kwargs, info, try_cache)
 
+    stack = ExitStack()
+    stack.callback(_forget)
     for undo in (
         intercept_propagation(ours),
         intercept_redistribution(_redistribute),
@@ -169,6 +174,10 @@ def _install() -> None:
         replace_composites(),
         partial(restore_handlers, handlers),
     ):
-        _UNDO.callback(undo)
+        stack.callback(undo)
     for op in ruled_ops():
         remember_statics(op)
+    stack.callback(forget_statics)
+    stack.callback(_MESHES.clear)
+    stack.callback(_STORED.clear)
+    return stack.close

@@ -7,6 +7,7 @@ ops that may change data of which other DTensors are copies.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -57,7 +58,7 @@ from shardlib.engine.ops._operands import (
 from shardlib.engine.ops._rows import Call, Local, Meta, Op, Rule, is_split, rule_of
 from shardlib.errors import ShardingError
 
-__all__ = ["drawing_by", "drawn", "forget_decisions", "is_random", "policy", "remember_statics"]
+__all__ = ["drawing_by", "drawn", "forget_decisions", "forget_statics", "is_random", "policy", "remember_statics"]
 
 _PLACEMENTS = (Replicate, Partial, Shard, _StridedShard)
 _ONE_VALUE = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default}
@@ -384,7 +385,7 @@ class _Rank:
 
 # --- keys of DTensor's caches ---------------------------------------------------------------------------------------
 
-_STATIC_OPS: set[Op] = set()
+_STATIC_OPS: dict[Op, Any] = {}  # with the schema info that each had before
 
 
 def remember_statics(op: Op) -> bool:
@@ -394,13 +395,25 @@ def remember_statics(op: Op) -> bool:
     """
     if op in _STATIC_OPS:
         return False
-    _STATIC_OPS.add(op)
     propagator = dispatcher().sharding_propagator
+    _STATIC_OPS[op] = propagator.op_to_schema_info.get(op)
     known = propagator.op_to_schema_info.get(op) or propagator.op_to_schema_info_for_single_dim_strategy.get(op)
     propagator.op_to_schema_info[op] = _schema_info(op, needs_pytree=known is not None and known.needs_pytree)
     return True
 
 
+def forget_statics() -> None:
+    """Give DTensor's cache the keys that it had."""
+    infos = dispatcher().sharding_propagator.op_to_schema_info
+    while _STATIC_OPS:
+        op, before = _STATIC_OPS.popitem()
+        if before is None:
+            del infos[op]
+        else:
+            infos[op] = before
+
+
+@functools.cache
 def _schema_info(op: Op, *, needs_pytree: bool) -> RuntimeSchemaInfo:
     """Return a schema info whose static arguments are all but numbers.
 

@@ -7,7 +7,6 @@ parameters are zeros.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardlib._measure import timed
 from shardlib._plan import Plan, RulesLike, as_rules
 from shardlib.engine import _torch, agree
 from shardlib.engine._torch import pytree
@@ -25,7 +25,7 @@ from shardlib.engine.pipeline.stages import fake_copy, fake_like
 from shardlib.errors import PlanError, RuleError
 from shardlib.rules import Balanced, By, Weigh
 
-__all__ = ["refuse_idle_example", "timed", "weighing"]
+__all__ = ["refuse_idle_example", "weighing"]
 
 _REPEATS = 3  # of which the fastest counts: other load on the machine slows some of them down
 
@@ -159,28 +159,17 @@ def _measured(module: nn.Module, args: Any, kwargs: Any, device: torch.device) -
     """Return the seconds of the fastest forward and backward of a single module."""
     real = _torch.copied_with(module, lambda tensor: _zeros(tensor, device))
 
+    def both(given: Any) -> None:
+        made = [one for one in pytree.tree_leaves(real(*given[0], **given[1])) if isinstance(one, torch.Tensor)]
+        made = [one for one in made if one.requires_grad]
+        torch.autograd.backward(made, [torch.zeros_like(one) for one in made])
+
     def once() -> float:
         given = pytree.tree_map_only(torch.Tensor, lambda tensor: _zeros(tensor, device, grad=True), (args, kwargs))
-        return timed(lambda: real(*given[0], **given[1]), device)[0]
+        return timed(lambda: both(given), device)[0]
 
     with torch.enable_grad(), torch.random.fork_rng():
         return min([once() for _ in range(1 + _REPEATS)][1:])
-
-
-def timed(forward: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
-    """Return the seconds of a forward and its backward on a device, and the output of forward."""
-    _await(device)
-    start = time.perf_counter()
-    output = forward()
-    made = [each for each in pytree.tree_leaves(output) if isinstance(each, torch.Tensor) and each.requires_grad]
-    torch.autograd.backward(made, [torch.zeros_like(each) for each in made])
-    _await(device)
-    return time.perf_counter() - start, output
-
-
-def _await(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
 
 
 def _zeros(tensor: torch.Tensor, device: torch.device, *, grad: bool = False) -> torch.Tensor:

@@ -17,12 +17,11 @@ import torch
 from torch import nn
 from torch.utils import checkpoint as recompute
 
-from shardlib.engine._torch import pytree
-from shardlib.engine.pipeline.batch import joined, microbatch_sizes, rows, split
-from shardlib.engine.pipeline.deferred import DeferredStatistics
+from shardlib.booster._balance import balance_by_size, balance_by_time
+from shardlib.booster._chunks import DeferredStatistics, chunk_sizes, joined, mapped, rows, split
 from shardlib.errors import DeviceCountError, InputTypeError, PlanError, nearest
 
-__all__ = ["Pipe"]
+__all__ = ["Pipe", "balance_by_size", "balance_by_time"]
 
 KEPT = ("always", "except_last", "never")
 
@@ -160,18 +159,17 @@ class Pipe(nn.Module):
         Raises:
             InputTypeError: a batch without a tensor.
         """
-        if not any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(batch)):
+        if (count := rows(batch)) is None:
             raise InputTypeError(
                 f"Pipe was called with a {type(batch).__name__}; give a tensor, or tensors in a tuple."
             )
         if not self.balance:
             return batch
         with nullcontext() if self._statistics is None else self._statistics.over_chunks():
-            return self._in_chunks(batch)
+            return self._in_chunks(batch, chunk_sizes(count, min(self.chunks, count)))
 
-    def _in_chunks(self, batch: Any) -> Any:
-        count = min(self.chunks, rows(batch))
-        sizes = microbatch_sizes(rows(batch), count)
+    def _in_chunks(self, batch: Any, sizes: Sequence[int]) -> Any:
+        count = len(sizes)
         values = split(batch, sizes)
         for tick in range(count + len(self.partitions) - 1):
             for index, partition in enumerate(self.partitions):
@@ -181,7 +179,7 @@ class Pipe(nn.Module):
         return values[0] if count == 1 else joined(values, sizes)
 
     def _run(self, partition: nn.Module, device: torch.device, value: Any, *, last: bool) -> Any:
-        value = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device, non_blocking=True), value)
+        value = mapped(lambda tensor: tensor.to(device, non_blocking=True), value)
         again = self.checkpoint == "always" or (self.checkpoint == "except_last" and not last)
         if again and self.training and torch.is_grad_enabled():
             return recompute.checkpoint(partition, value, use_reentrant=False)

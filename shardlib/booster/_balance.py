@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardlib.engine._torch import pytree
-from shardlib.engine.pipeline.batch import microbatch_sizes, rows, split
-from shardlib.engine.pipeline.weigh import timed
-from shardlib.engine.recording import record_collectives
+from shardlib._measure import timed
+from shardlib.booster._chunks import chunk_sizes, mapped, rows, split
+from shardlib.engine import record_collectives
 from shardlib.errors import InputError, InputTypeError
 from shardlib.rules.stages import partition
 
@@ -50,7 +49,7 @@ def balance_by_time(
     device = _checked("balance_by_time", partitions, module, device)
 
     def seconds_of(layer: nn.Module, value: Any) -> tuple[float, Any]:
-        return timed(lambda: layer(value), device)
+        return timed(lambda: _forward_and_backward(layer, value), device)
 
     best = [float("inf")] * len(module)
     begun, runs = time.perf_counter(), 0
@@ -96,7 +95,12 @@ def balance_by_size(
     [1, 2]
     """
     device = _checked("balance_by_size", partitions, module, device)
-    chunk = split(input, microbatch_sizes(rows(input), chunks))[0]
+    count = rows(input) or 0
+    if not 1 <= chunks <= count:
+        raise InputError(
+            f"balance_by_size was given chunks={chunks!r} for an input of {count} rows; give a number from 1 to that."
+        )
+    chunk = split(input, chunk_sizes(count, chunks))[0]
     allocated = _each(module, chunk, device, _bytes)
     stored = [sum(param.nbytes for param in layer.parameters()) for layer in module]
     return _balance([a + param_scale * b for a, b in zip(allocated, stored, strict=True)], partitions)
@@ -123,14 +127,22 @@ def _each(
     module: nn.Sequential, value: Any, device: torch.device, measure: Callable[[nn.Module, Any], tuple[float, Any]]
 ) -> list[float]:
     """Measure each layer with the output of the one before it."""
-    found, value = [], pytree.tree_map_only(torch.Tensor, lambda x: _cut(x, device), value)
+    found, value = [], mapped(lambda x: _cut(x, device), value)
     devices = [] if device.type == "cpu" else [device]
     with torch.enable_grad(), torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
         for layer in module:
             measured, value = measure(copy.deepcopy(layer).to(device).train(), value)
-            value = pytree.tree_map_only(torch.Tensor, lambda x: _cut(x, device), value)
+            value = mapped(lambda x: _cut(x, device), value)
             found.append(measured)
     return found
+
+
+def _forward_and_backward(layer: nn.Module, value: Any) -> Any:
+    output, made = layer(value), list[torch.Tensor]()
+    mapped(made.append, output)
+    made = [one for one in made if one.requires_grad]
+    torch.autograd.backward(made, [torch.zeros_like(one) for one in made])
+    return output
 
 
 def _cut(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

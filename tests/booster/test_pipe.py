@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-import shardlib as sl
+from shardlib.booster import Pipe, balance_by_size, balance_by_time
 from shardlib.errors import InputError, PlanError, ShardlibError
 
 TOLERANCE = 1e-12  # of float64; sums over chunks are made in another order
@@ -24,7 +24,7 @@ def sequential() -> nn.Sequential:
 @pytest.mark.parametrize(("balance", "chunks"), [([2, 3], 3), ([1, 3, 1], 4), ([5], 2), ([3, 2], 20)])
 def test_outputs_and_gradients_are_those_of_the_sequential(balance: list[int], chunks: int, checkpoint: str):
     plain, x = sequential(), torch.randn(7, 4, dtype=torch.float64)
-    model = sl.Pipe(copy.deepcopy(plain), balance, chunks=chunks, checkpoint=checkpoint)
+    model = Pipe(copy.deepcopy(plain), balance, chunks=chunks, checkpoint=checkpoint)
     assert [len(partition) for partition in model.partitions] == balance and len(list(model)) == len(model) == 5
     outputs = []
     for net in (plain, model):
@@ -42,7 +42,7 @@ def test_every_partition_computes_each_chunk_once_and_again_where_asked():
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     for layer in net:
         layer.register_forward_pre_hook(lambda _module, args: seen.append(len(args[0])))
-    sl.Pipe(net, [1, 1], chunks=3)(torch.ones(8, 4)).sum().backward()
+    Pipe(net, [1, 1], chunks=3)(torch.ones(8, 4)).sum().backward()
     assert sorted(seen) == sorted([3, 3, 2] * 2 + [3, 3] * 2)  # the last chunk is kept
 
 
@@ -52,7 +52,7 @@ def test_a_layer_may_stand_in_it_twice(balance: list[int]):
     layer, x = nn.Linear(4, 4).double(), torch.randn(6, 4, dtype=torch.float64)
     plain = nn.Sequential(layer, nn.Tanh(), layer, nn.Tanh())
     want = torch.autograd.grad(plain(x).square().sum(), list(plain.parameters()))
-    model = sl.Pipe(plain, balance, chunks=2)
+    model = Pipe(plain, balance, chunks=2)
     assert [*model] == [*plain] and len({id(param) for param in model.parameters()}) == 2
     got = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
     assert all(torch.allclose(a, b, rtol=TOLERANCE, atol=TOLERANCE) for a, b in zip(got, want, strict=True))
@@ -67,20 +67,20 @@ def tied() -> nn.Sequential:
 @pytest.mark.parametrize(
     ("call", "kinds", "said"),
     [
-        (lambda: sl.Pipe(nn.Linear(2, 2), [1]), (InputError, TypeError), "given a Linear; give an nn.Sequential."),  # type: ignore[arg-type]
-        (lambda: sl.Pipe(sequential()), (PlanError, ValueError), "no balance; balance_by_time"),
-        (lambda: sl.Pipe(sequential(), [2, 2]), (PlanError, ValueError), "balance=[2, 2] for a sequential of 5 layers"),
-        (lambda: sl.Pipe(sequential(), [3, 2], devices=["cpu"]), (PlanError, IndexError), "2 partitions and 1 device."),
-        (lambda: sl.Pipe(sequential(), [3, 2], chunks=0), (PlanError, ValueError), "chunks=0; give a number from 1 up"),
-        (lambda: sl.Pipe(sequential(), [3, 2], checkpoint="nevr"), (PlanError, ValueError), 'Did you mean "never"?'),
-        (lambda: sl.Pipe(nn.Sequential(), [])(42), (InputError, TypeError), "called with a int; give a tensor"),
-        (lambda: sl.Pipe(sequential(), [5]).cpu(), (InputError, TypeError), "are on cpu. Give devices="),
-        (lambda: sl.Pipe(sequential(), [5]).to(0), (InputError, TypeError), "was to be moved to 0"),
-        (lambda: sl.Pipe(sequential(), [5]).to(tensor=torch.ones(1)), (InputError, TypeError), "moved to cpu"),
-        (lambda: sl.balance_by_time(6, sequential(), torch.ones(1, 4)), (InputError, ValueError), "from 1 to 5"),
-        (lambda: sl.balance_by_size(1, nn.ReLU(), torch.ones(1)), (InputError, TypeError), "given a ReLU"),  # type: ignore[arg-type]
+        (lambda: Pipe(nn.Linear(2, 2), [1]), (InputError, TypeError), "given a Linear; give an nn.Sequential."),  # type: ignore[arg-type]
+        (lambda: Pipe(sequential()), (PlanError, ValueError), "no balance; balance_by_time"),
+        (lambda: Pipe(sequential(), [2, 2]), (PlanError, ValueError), "balance=[2, 2] for a sequential of 5 layers"),
+        (lambda: Pipe(sequential(), [3, 2], devices=["cpu"]), (PlanError, IndexError), "2 partitions and 1 device."),
+        (lambda: Pipe(sequential(), [3, 2], chunks=0), (PlanError, ValueError), "chunks=0; give a number from 1 up"),
+        (lambda: Pipe(sequential(), [3, 2], checkpoint="nevr"), (PlanError, ValueError), 'Did you mean "never"?'),
+        (lambda: Pipe(nn.Sequential(), [])(42), (InputError, TypeError), "called with a int; give a tensor"),
+        (lambda: Pipe(sequential(), [5]).cpu(), (InputError, TypeError), "are on cpu. Give devices="),
+        (lambda: Pipe(sequential(), [5]).to(0), (InputError, TypeError), "was to be moved to 0"),
+        (lambda: Pipe(sequential(), [5]).to(tensor=torch.ones(1)), (InputError, TypeError), "moved to cpu"),
+        (lambda: balance_by_time(6, sequential(), torch.ones(1, 4)), (InputError, ValueError), "from 1 to 5"),
+        (lambda: balance_by_size(1, nn.ReLU(), torch.ones(1)), (InputError, TypeError), "given a ReLU"),  # type: ignore[arg-type]
         (
-            lambda: sl.Pipe(tied(), [3, 2], devices=["cpu", "meta"]),
+            lambda: Pipe(tied(), [3, 2], devices=["cpu", "meta"]),
             (PlanError, ValueError),
             'Pipe: "4.bias" on meta is the same tensor as "0.bias" on cpu, and a tensor is on one device. Give both '
             "layers to partitions of one device, or copy one: copy.deepcopy(layer).",
@@ -96,16 +96,16 @@ def test_what_is_refused(call, kinds, said):
 def test_partitions_on_one_device_may_share_a_tensor():
     net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     net[1].weight = net[0].weight
-    assert sl.Pipe(net, [1, 1], devices=["cpu", "cpu"])(torch.ones(3, 2)).shape == (3, 2)
+    assert Pipe(net, [1, 1], devices=["cpu", "cpu"])(torch.ones(3, 2)).shape == (3, 2)
 
 
 def test_what_fairscale_takes_is_taken():
     net = sequential()
-    pipe = sl.Pipe(net, (2, 3), chunks=2.0)  # type: ignore[arg-type]
+    pipe = Pipe(net, (2, 3), chunks=2.0)  # type: ignore[arg-type]
     assert pipe.chunks == 2 and type(pipe.chunks) is int
     assert pipe.float().to(torch.double).to(dtype=torch.float)[0].weight.dtype == torch.float32
     x = torch.ones(3)
-    assert sl.Pipe(nn.Sequential(), [])(x) is x
+    assert Pipe(nn.Sequential(), [])(x) is x
 
 
 @pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
@@ -113,7 +113,7 @@ def test_what_fairscale_takes_is_taken():
 def test_deferred_statistics_of_batchnorm_are_those_of_the_whole_batch(checkpoint: str, momentum: float | None):
     torch.manual_seed(0)
     norm = nn.BatchNorm2d(3, momentum=momentum).double()
-    pipe = sl.Pipe(nn.Sequential(copy.deepcopy(norm)), [1], chunks=3, checkpoint=checkpoint, deferred_batch_norm=True)
+    pipe = Pipe(nn.Sequential(copy.deepcopy(norm)), [1], chunks=3, checkpoint=checkpoint, deferred_batch_norm=True)
     copied = copy.deepcopy(pipe)
     for step in range(2):
         x = torch.randn(5, 3, 4, 4, dtype=torch.float64) + 10 * torch.arange(5.0).view(5, 1, 1, 1) + step
@@ -149,14 +149,14 @@ class Works(nn.Module):
 
 def test_a_balance_by_time_makes_the_slowest_partition_fast(monkeypatch):
     CLOCK[0] = 0.0
-    monkeypatch.setattr("shardlib.engine.pipeline.profile.time.perf_counter", lambda: CLOCK[0])
+    monkeypatch.setattr("shardlib._measure.time.perf_counter", lambda: CLOCK[0])
     net = nn.Sequential(*map(Works, (1, 2, 3, 4, 5, 6))).eval()
     drawn = torch.random.get_rng_state()
-    assert sl.balance_by_time(2, net, torch.ones(2)) == [4, 2]  # of two runs the faster one
+    assert balance_by_time(2, net, torch.ones(2)) == [4, 2]  # of two runs the faster one
     assert not any(layer.calls or layer.training for layer in net)
     assert torch.equal(torch.random.get_rng_state(), drawn)
     begun = CLOCK[0]
-    assert sl.balance_by_time(6, net, torch.ones(2), timeout=100) == [1] * 6 and CLOCK[0] - begun >= 100
+    assert balance_by_time(6, net, torch.ones(2), timeout=100) == [1] * 6 and CLOCK[0] - begun >= 100
 
 
 class Keeps(nn.Module):
@@ -185,13 +185,13 @@ class Keeps(nn.Module):
 def test_a_balance_by_size_counts_what_forward_keeps_and_parameters(tensors, params, scale, balance):
     net = nn.Sequential(*map(Keeps, tensors, params))
     sample = torch.ones(8, 25, requires_grad=True)
-    assert sl.balance_by_size(2, net, sample, chunks=4, param_scale=scale) == balance
+    assert balance_by_size(2, net, sample, chunks=4, param_scale=scale) == balance
 
 
 def test_a_balance_by_size_counts_a_parameter_that_forward_views_once():
     """`nn.Linear` transposes its weight, which forward does not allocate."""
     net = nn.Sequential(nn.Linear(1000, 1), nn.ReLU(), nn.ReLU(), nn.ReLU())
-    assert sl.balance_by_size(2, net, torch.ones(8, 1000), param_scale=0.0) == [2, 2]
+    assert balance_by_size(2, net, torch.ones(8, 1000), param_scale=0.0) == [2, 2]
 
 
 def test_layers_that_pass_tuples_are_measured():
@@ -205,6 +205,6 @@ def test_layers_that_pass_tuples_are_measured():
 
     net = nn.Sequential(nn.BatchNorm1d(4), Twin(), Add())
     before = {name: value.clone() for name, value in net.state_dict().items()}
-    assert sum(sl.balance_by_time(2, net, torch.ones(3, 4), timeout=0)) == 3
-    assert sum(sl.balance_by_size(3, net, torch.ones(3, 4))) == 3
+    assert sum(balance_by_time(2, net, torch.ones(3, 4), timeout=0)) == 3
+    assert sum(balance_by_size(3, net, torch.ones(3, 4))) == 3
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())

@@ -16,8 +16,15 @@ import torch
 from torch import nn
 
 import shardlib as sl
-from shardlib.booster import Booster, GeminiPlugin, HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin
-from shardlib.engine.lazy import values_of
+from shardlib.booster import (
+    Booster,
+    GeminiPlugin,
+    HybridParallelPlugin,
+    LazyInitContext,
+    LowLevelZeroPlugin,
+    TorchDDPPlugin,
+)
+from shardlib.booster._lazy import values_of
 from shardlib.errors import CheckpointError, ShardingError
 from tests.engine.whole import values
 from tests.families.transformer_models import build, small, text, transformers
@@ -55,7 +62,7 @@ def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _lazily(make: Callable[[], nn.Module]) -> nn.Module:
-    with sl.LazyInitContext():
+    with LazyInitContext():
         return make()
 
 
@@ -74,7 +81,7 @@ def test_every_bit_is_that_of_the_model_built_at_once(name: str, exactly: bool):
     assert lazy.state_dict().keys() == at_once.state_dict().keys()
     objects = {key: id(tensor) for key, tensor in _tensors(lazy).items() if "recurrent" not in key}
 
-    sl.LazyInitContext.materialize(lazy)
+    LazyInitContext.materialize(lazy)
 
     assert {key: id(tensor) for key, tensor in _tensors(lazy).items() if "recurrent" not in key} == objects
     want, got = _tensors(at_once), _tensors(lazy)
@@ -110,7 +117,7 @@ def test_copies_have_the_values_of_what_they_copy(make: Callable[[], nn.Module])
     lazy = make()
     assert all(tensor.is_meta for tensor in _tensors(lazy).values())
     gc.collect()
-    sl.LazyInitContext.materialize(lazy)
+    LazyInitContext.materialize(lazy)
     want = _tensors(at_once)
     for one, prefix in zip(lazy, ["", "", "split." if len(lazy) > 3 else "", "first."], strict=False):
         got = _tensors(one)
@@ -123,8 +130,8 @@ def test_copies_of_what_was_written_without_memory_are_no_values():
     kept = copy.deepcopy(lazy)
     nn.init.zeros_(lazy.bias)
     with pytest.raises(ShardingError, match="was written to after the LazyInitContext that it was made in"):
-        sl.LazyInitContext.materialize(copy.deepcopy(lazy))
-    assert not sl.LazyInitContext.materialize(kept).bias.is_meta
+        LazyInitContext.materialize(copy.deepcopy(lazy))
+    assert not LazyInitContext.materialize(kept).bias.is_meta
 
 
 def test_one_block_goes_on_with_the_numbers_after_those_of_the_last():
@@ -137,7 +144,7 @@ def test_one_block_goes_on_with_the_numbers_after_those_of_the_last():
         torch.manual_seed(1)
         again.append(_lazily(lambda: nn.Linear(3, 3)))
     before = torch.get_rng_state()
-    got = [sl.LazyInitContext.materialize(model).weight for model in reversed([*lazy, *again])][::-1]
+    got = [LazyInitContext.materialize(model).weight for model in reversed([*lazy, *again])][::-1]
     assert torch.equal(torch.get_rng_state(), before)
     assert all(map(torch.equal, got, [want[0], want[1], want[0], want[0]]))
 
@@ -151,7 +158,7 @@ def test_a_seed_set_inside_counts():
     torch.manual_seed(1)
     want = make().state_dict()
     torch.manual_seed(1)
-    got = sl.LazyInitContext.materialize(_lazily(make)).state_dict()
+    got = LazyInitContext.materialize(_lazily(make)).state_dict()
     assert all(torch.equal(got[key], want[key]) for key in want)
 
 
@@ -206,7 +213,7 @@ def test_states_of_the_generator_that_are_kept_and_restored_count(build: Callabl
     torch.manual_seed(1)
     later = [*_lazily(lambda: nn.ModuleList(build())), *_lazily(lambda: nn.ModuleList(build()))]
     for module, reference in zip(later, at_once, strict=True):
-        _equal(sl.LazyInitContext.materialize(module), reference)
+        _equal(LazyInitContext.materialize(module), reference)
 
 
 def _alive() -> list[torch.Tensor]:
@@ -269,7 +276,7 @@ def _boosted(plugin: Any, lazily: str) -> None:
     torch.manual_seed(4)
     reference = make()
     torch.manual_seed(4)
-    with torch.device("meta") if lazily == "not" else sl.LazyInitContext():
+    with torch.device("meta") if lazily == "not" else LazyInitContext():
         model = copy.deepcopy(make()) if lazily == "copied inside" else make()
     if lazily == "copied":
         model = copy.deepcopy(model)
@@ -308,7 +315,7 @@ def test_boosted_models_train_from_the_values_of_the_seed(ranks, plugin, lazily:
 
 
 def _read(folder: str) -> None:
-    with sl.LazyInitContext():
+    with LazyInitContext():
         model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     reference = transformers.AutoModelForCausalLM.from_pretrained(folder)
     assert model.training == reference.training and model.dtype == reference.dtype
@@ -316,7 +323,7 @@ def _read(folder: str) -> None:
     _equal(model, reference)
     headed = transformers.LlamaForSequenceClassification.from_pretrained(folder, num_labels=3)
     torch.manual_seed(0)
-    with sl.LazyInitContext():
+    with LazyInitContext():
         lazy = transformers.LlamaForSequenceClassification.from_pretrained(folder, num_labels=3)
     rules = {"**": None}
     got = values(sl.shard_model(lazy, "dp=2", rules, compile=None))
@@ -335,22 +342,22 @@ def test_from_pretrained_reads_when_the_model_is_sharded(ranks, tmp_path: Path):
 
 
 def test_blocks_are_not_nested():
-    with sl.LazyInitContext(), pytest.raises(ShardingError) as raised, sl.LazyInitContext():
+    with LazyInitContext(), pytest.raises(ShardingError) as raised, LazyInitContext():
         pass
     assert str(raised.value) == (
         "LazyInitContext was entered inside of one. One block is enough: build all models there."
     )
-    with sl.LazyInitContext():  # and the failure has left nothing behind
+    with LazyInitContext():  # and the failure has left nothing behind
         assert nn.Linear(2, 2).weight.device.type == "cpu"
 
 
 def test_its_own_kind_of_tensors_is_refused():
     with pytest.raises(ShardingError, match=r"^LazyInitContext was given a tensor_cls, which does not exist here\."):
-        sl.LazyInitContext(tensor_cls=torch.Tensor)
+        LazyInitContext(tensor_cls=torch.Tensor)
 
 
 def test_an_error_inside_leaves_nothing_behind():
-    with pytest.raises(ZeroDivisionError), sl.LazyInitContext():
+    with pytest.raises(ZeroDivisionError), LazyInitContext():
         nn.Linear(2, 2)
         raise ZeroDivisionError
     assert torch.ones(2).sum().item() == 2
@@ -363,7 +370,7 @@ def test_what_was_written_without_memory_is_no_value():
     with torch.no_grad():
         lazy.bias.fill_(1.0)
     with pytest.raises(ShardingError) as raised:
-        sl.LazyInitContext.materialize(lazy)
+        LazyInitContext.materialize(lazy)
     assert str(raised.value) == (
         '"1" was written to after the LazyInitContext that it was made in, when it had no memory. '
         "Initialise it inside, or after the model is sharded."
@@ -371,7 +378,7 @@ def test_what_was_written_without_memory_is_no_value():
 
 
 def test_what_has_no_values_is_copied_and_not_pickled():
-    with sl.LazyInitContext():
+    with LazyInitContext():
         model, loose = nn.Linear(2, 2), torch.zeros(2)
         for tensor in (model.weight, loose):
             assert copy.copy(tensor).shape == tensor.shape
@@ -379,7 +386,7 @@ def test_what_has_no_values_is_copied_and_not_pickled():
                 pickle.dumps(tensor)
     with pytest.raises(ShardingError, match=r"and has no values yet\. Shard or boost the model"):
         torch.save(model, io.BytesIO())
-    sl.LazyInitContext.materialize(model)
+    LazyInitContext.materialize(model)
     assert torch.equal(pickle.loads(pickle.dumps(model)).weight, model.weight)
 
 
@@ -394,7 +401,7 @@ def test_exact_numbers_do_not_follow_decisions_of_others():
 
 def test_what_reading_later_cannot_do_is_refused(tmp_path: Path):
     build("LlamaForCausalLM").save_pretrained(tmp_path)
-    with sl.LazyInitContext(), pytest.raises(CheckpointError) as raised:
+    with LazyInitContext(), pytest.raises(CheckpointError) as raised:
         transformers.LlamaForCausalLM.from_pretrained(tmp_path, device_map="auto")
     assert str(raised.value) == (
         "LlamaForCausalLM.from_pretrained was given device_map='auto' inside a LazyInitContext, which makes the model "

@@ -24,7 +24,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shardlib.engine import _torch, agree, exact, pretrained
+from shardlib.booster import _from_pretrained
+from shardlib.engine import _torch, agree, exact, materialize
 from shardlib.engine._torch import pytree, registered_tensors
 from shardlib.errors import ShardingError
 
@@ -565,7 +566,7 @@ class LazyInitContext:
             for watch in (_torch.watch_new_parameters, _torch.watch_new_buffers):
                 stack.callback(watch(note).remove)
             stack.callback(_torch.watch_copies(modules.add))
-            stack.enter_context(pretrained.read_later())
+            stack.enter_context(_from_pretrained.read_later())
             stack.enter_context(_torch.recording_fakes(self._tape.run))
             stack.enter_context(_Functions(self._tape, self._copies))
             self._stack = stack.pop_all()
@@ -605,6 +606,15 @@ class LazyInitContext:
             print(f"{type(module).__name__}: {len(on_meta)} tensors have their values.")
         return module
 
+
+def _values_later(model: nn.Module, missing: Mapping[str, torch.Tensor]) -> tuple[Any, ...] | None:
+    """Return the sources of a model that was built in a `LazyInitContext`: files, and the values on the tape."""
+    if not any(map(is_recorded, missing.values())):
+        return None
+    return (*filter(None, [_from_pretrained.source_of(model)]), materialize.Values(values_of))
+
+
+materialize.SOURCES.append(_values_later)
 
 Holders = list[tuple[nn.Module, str]]
 

@@ -1,0 +1,48 @@
+"""What shardlib changes in torch is there while a sharded model is, and disturbs no other program."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+from shardlib.engine._torch import hold_patches, patch, unpatch
+from tests.house.source import ROOT
+
+
+def test_after_the_last_sharded_model_torch_is_what_it_was():
+    """And DDP, FSDP2, DTensor and recomputation have the numbers beside a sharded model that they have alone."""
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "tests.engine.untouched"]
+    run = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    report = json.loads(run.stdout.splitlines()[-1])
+    assert len(report) == 7 and not any(report.values()), report
+
+
+def test_changes_last_as_long_as_one_holds_them():
+    made: list[str] = []
+
+    def change(name: str):
+        made.append(name)
+        return lambda: made.remove(name)
+
+    first, second = hold_patches(), hold_patches()
+    patch("a", lambda: change("a"))
+    patch("a", lambda: change("a"))
+    patch("b", lambda: change("b"))
+    patch("c", lambda: change("c"))
+    unpatch("c")
+    assert made == ["a", "b"]
+    patch("a", lambda: change("a"), anew=True)
+    assert made == ["b", "a"]
+    first()
+    first()
+    assert made == ["b", "a"]
+    second()
+    assert made == []
+    owner = type("Owner", (), {})()
+    hold_patches(owner)
+    patch("a", lambda: change("a"))
+    assert made == ["a"]
+    del owner
+    assert made == []
