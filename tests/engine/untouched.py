@@ -136,9 +136,8 @@ def main() -> None:
     for name in (*CONFIGS, "torch._inductor.config", "torch.distributed.pipelining"):
         importlib.import_module(name)
     alone = dict(programs(mesh))
-    torch.compile(plain(), backend="eager")(
-        torch.ones(2, 16, dtype=torch.float64)
-    )  # the compiler changes torch when it first runs
+    # The compiler changes torch when it first runs.
+    torch.compile(plain(), backend="eager")(torch.ones(2, 16, dtype=torch.float64))
     before, held = attributes(), tables()
     report: dict[str, Any] = {}
     for name, model in sharded():
