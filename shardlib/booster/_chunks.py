@@ -56,11 +56,13 @@ def split(batch: Any, sizes: Sequence[int]) -> list[Any]:
     [[0, 1, 2], [3, 4]]
     """
 
-    def part(tensor: torch.Tensor, start: int, size: int) -> torch.Tensor:
-        return tensor[start : start + size] if tensor.ndim and len(tensor) == sum(sizes) else tensor
+    def parts(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+        return tensor.split(list(sizes)) if tensor.ndim and len(tensor) == sum(sizes) else [tensor] * len(sizes)
 
-    starts = [sum(sizes[:i]) for i in range(len(sizes))]
-    return [mapped(lambda tensor, at=at: part(tensor, *at), batch) for at in zip(starts, sizes, strict=True)]
+    def of(index: int) -> Callable[[torch.Tensor], torch.Tensor]:
+        return lambda tensor: parts(tensor)[index]
+
+    return [mapped(of(index), batch) for index in range(len(sizes))]
 
 
 def joined(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:

@@ -6,7 +6,7 @@ peft gives an adapter the sizes of a layer's local weight, which are those of a 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from weakref import WeakKeyDictionary
 
 from torch import nn
@@ -30,8 +30,17 @@ def refuse_additions(model: nn.Module, record: Sharded) -> None:
     if record.plan.mesh.world_size == 1 and record.pipeline is None:
         return
     _records.update(dict.fromkeys(model.modules(), weakref.ref(record)))
-    for watch in (_torch.watch_new_parameters, _torch.watch_new_modules):
-        _torch.patch((_check, watch), lambda watch=watch: watch(_check).remove, anew=True)
+    _torch.patch(refuse_additions, _watch, anew=True)
+
+
+def _watch() -> Callable[[], None]:
+    handles = [_torch.watch_new_parameters(_check), _torch.watch_new_modules(_check)]
+
+    def undo() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return undo
 
 
 def _check(module: nn.Module, name: str, new: nn.Parameter | nn.Module | None) -> None:

@@ -67,10 +67,10 @@ def refuse_local_tensors(op: Op, args: Sequence[Any]) -> None:
 
 def _refuse(op: Op, shape: tuple[int, ...], other: torch.Tensor, why: str) -> None:
     raise ShardingError(
-        f"{op} was given a parameter of global shape {shape} that is stored in shards, or what was computed from one, "
-        f"and a plain tensor of shape {tuple(other.shape)}, of which {why}. Outside of the forward of its unit a "
-        "parameter is this rank's shard: call the model, or the unit that plan_of(model).units names; or compute with "
-        "weight.full_tensor(), whose gradient is the mean over data ranks."
+        f"{op} was given a tensor of global shape {shape} that is stored in shards, and a plain tensor of shape "
+        f"{tuple(other.shape)}, of which {why}. Outside of the forward of its unit a parameter is this rank's shard: "
+        "call the model, or the unit that plan_of(model).units names; or compute with weight.full_tensor(), whose "
+        "gradient is the mean over data ranks."
     )
 
 
