@@ -117,3 +117,79 @@ def _through_a_hook() -> float:
 def test_hooks_see_what_forward_and_a_penalty_add_up_to(ranks):
     for found in ranks(2).run(_through_a_hook):
         assert found < 1e-12
+
+
+class Odd(nn.Module):
+    """Parameters of all kinds that the model reads itself, also in parts, and weights of layers that do not run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turned = nn.Parameter(torch.randn(3, 7, 7).transpose(1, 2))
+        self.number, self.one = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.ones(1))
+        self.empty = nn.Parameter(torch.zeros(0, 7))
+        self.columns = nn.Parameter(torch.randn(7, 11))
+        self.pair = nn.ParameterDict({"x": nn.Parameter(torch.randn(7, 1)), "y": nn.Parameter(torch.randn(1, 7))})
+        self.listed = nn.ParameterList([nn.Parameter(torch.randn(7)) for _ in range(3)])
+        self.layers = nn.ModuleList([nn.Linear(7, 7) for _ in range(3)])
+        self.waves = nn.Parameter(torch.randn(7, dtype=torch.complex64))
+
+    def forward(self, x: torch.Tensor, chosen: int) -> torch.Tensor:
+        mean = torch.stack([layer.weight for layer in self.layers]).mean(0)  # type: ignore[misc]
+        x = torch.einsum("bd,kde->bke", x, self.turned).sum(1) * self.number / self.one + x @ mean.T
+        x = x + (x @ self.columns[:, :4]) @ self.columns[:, 4:8].T + (self.pair["x"] @ self.pair["y"] @ x.T).T
+        x = (self.layers[chosen](x) * self.listed[chosen]).tanh() + torch.cat([self.empty, x]).tanh()
+        return x + torch.fft.ifft(torch.fft.fft(x) * self.waves).real
+
+
+def _odd(transform: Any) -> float:
+    torch.manual_seed(0)
+    plain, batches = Odd().double(), torch.randn(2, 8, 7, dtype=torch.float64)
+    plain.waves.data = plain.waves.data.to(torch.complex128)
+    rules = sl.Rules(
+        {"turned": sl.Shard(1), "columns": sl.Shard(1), "layers.*": "colwise", "listed.*": sl.Shard(0)},
+        unmatched="replicate",
+    )
+    model = sl.shard_model(copy.deepcopy(plain), "dp=2,tp=2", rules, transforms=transform, compile=None)
+    place = sl.mesh("dp=2,tp=2")["dp"].get_local_rank()
+    for i, x in enumerate(batches):
+        plain(x, i).square().mean().backward()
+        model(x.chunk(2)[place], i).square().mean().backward()
+    want = dict(plain.named_parameters())
+    pairs = [(_full(p.grad), want[name].grad) for name, p in model.named_parameters() if p.grad is not None]
+    return max(((a - b).abs().max() / b.abs().max()).item() for a, b in pairs if b is not None and b.numel())
+
+
+@pytest.mark.filterwarnings("ignore::shardlib.engine.ops.ShardlibGatherWarning")
+def test_parameters_of_all_kinds_that_a_model_reads_in_parts(ranks):
+    """Their views, which the policy of ops keeps, count as references to them."""
+    for transform in (sl.zero(3), sl.zero(2)):
+        for found in ranks(4).run(_odd, transform):
+            assert found < 1e-10
+
+
+class Keeps(nn.Module):
+    """Keeps a weight by reference, whose transpose backward is the first to take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.columns = nn.Linear(5, 7), nn.Parameter(torch.randn(7, 6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = [self.columns]
+        return self.first(x) @ self.columns
+
+
+def _kept() -> float:
+    torch.manual_seed(0)
+    plain, x = Keeps().double(), torch.randn(8, 5, dtype=torch.float64)
+    rules = sl.Rules({"columns": sl.Shard(1)}, unmatched="replicate")
+    model = sl.shard_model(copy.deepcopy(plain), "dp=2,tp=2", rules, transforms=sl.zero(3), compile=None)
+    plain(x).square().mean().backward()
+    model(x.chunk(2)[sl.mesh("dp=2,tp=2")["dp"].get_local_rank()]).square().mean().backward()
+    want = dict(plain.named_parameters())
+    return max((_full(p.grad) - want[name].grad).abs().max().item() for name, p in model.named_parameters())  # type: ignore[arg-type,operator]
+
+
+def test_backward_takes_views_of_a_weight_that_is_kept(ranks):
+    for found in ranks(4).run(_kept):
+        assert found < 1e-12

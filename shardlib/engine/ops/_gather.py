@@ -153,7 +153,10 @@ def with_aliases(operands: Operands, result: Any, *, moved: bool) -> Any:
     if is_view(op) and operands.viewed:
         if moved or any(_alias.watched(operands.tensors[i]) for i in operands.viewed):
             _alias.link_views(operands, result, copied=moved)
-        return return_and_correct_aliasing(op, operands.args, operands.kwargs, result)
+        args = operands.args
+        if any(type(operands.tensors[i]) is not DTensor for i in operands.viewed):  # else torch refuses the classes
+            args = pytree.tree_map_only(DTensor, lambda tensor: wrap(local_of(tensor), spec_of(tensor)), args)
+        return return_and_correct_aliasing(op, args, operands.kwargs, result)
     return result
 
 
