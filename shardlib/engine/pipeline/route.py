@@ -277,7 +277,8 @@ class Route:
                 raise PlanError(
                     f'Stage {one.stage + 1} begins with "{boundary.module}" and lacks {lacking} there, '
                     f"which stage {one.stage} has not made: it comes from an earlier stage. Let both modules be on "
-                    "one stage, or pass it through the modules between them."
+                    "one stage, or pass it through the modules between them. If modules pass objects of your own "
+                    "class, torch.export.register_dataclass(Class) lets stages send their tensors."
                 )
             values.append(unwrap_dtensor(value) if isinstance(value, DTensor) else value)
         return tuple(values)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -55,6 +56,36 @@ class InPlace(Blocks):
         z = self.blocks[2](y)
         z += y
         return self.blocks[3](z.tanh() * first)
+
+
+@dataclass
+class State:
+    """What the blocks of `Objects` hand on."""
+
+    hidden: torch.Tensor
+    penalty: torch.Tensor
+
+
+torch.export.register_dataclass(State)
+
+
+class Handing(nn.Linear):
+    def forward(self, state: State) -> State:  # type: ignore[override]
+        return State(super().forward(state.hidden), state.penalty + state.hidden.square().mean(1, keepdim=True))
+
+
+class Objects(Blocks):
+    """Blocks that are given an object, and return one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Handing(4, 4) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        state = State(x, torch.zeros_like(x[:, :1]))
+        for block in self.blocks:
+            state = block(state)
+        return state.hidden * state.penalty
 
 
 class Mask(Blocks):
