@@ -1,4 +1,4 @@
-"""What users of ColossalAI and fairscale know: boosters, their plugins, and pipelines in one process."""
+"""The API that users of ColossalAI and fairscale know: boosters, their plugins, and pipelines in one process."""
 
 from __future__ import annotations
 
