@@ -45,6 +45,14 @@ from shardlib.testing.models import Tokens
 from tests.booster.training import ROWS, VOCAB, gpt, loss_of
 from tests.engine.whole import whole
 
+
+@pytest.mark.parametrize("name", ["LazyInitContext", "Pipe", "balance_by_size", "balance_by_time"])
+def test_names_that_have_moved_here_warn_where_they_were(name: str):
+    with pytest.warns(FutureWarning, match=rf"shardlib\.{name} is shardlib\.booster\.{name}, and is to go from here"):
+        assert getattr(sl, name) is getattr(names, name)
+    assert name not in sl.__all__ and name not in dir(sl)
+
+
 # --- a plugin's sizes, groups and stages ------------------------------------------------------------------------------
 
 # Plugin, then dp_size, tp_size, pp_size, and the groups of rank 3: dp, tp, pp.

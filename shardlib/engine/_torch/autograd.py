@@ -130,9 +130,9 @@ def asks_for_gradient(node: Any) -> bool | None:
 
 
 def own_hook(hook: H) -> H:
-    """Mark a hook on a gradient as one of shardlib's own."""
+    """Mark a hook on a gradient as one of shardlib's own, which pickle leaves out without a warning."""
     hook.of_shardlib = True  # type: ignore[attr-defined]
-    return hook
+    return torch.utils.hooks.unserializable_hook(hook)
 
 
 def has_gradient_hooks(param: torch.Tensor) -> bool:

@@ -99,7 +99,8 @@ def averaged(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> t
     names = source.mesh.mesh_dim_names or ()
     axes = [names.index(axis) for axis in _data_axes(source.mesh)]
     full = [axis for axis in axes if source.placements[axis].is_replicate()]
-    if not local.is_floating_point() or all(target.placements[axis].is_replicate() for axis in full):
+    counts = local.is_floating_point() or local.is_complex()
+    if not counts or all(target.placements[axis].is_replicate() for axis in full):
         return None
     placements = tuple(Partial() if axis in full else one for axis, one in enumerate(source.placements))
     count = math.prod(source.mesh.size(axis) for axis in full)
