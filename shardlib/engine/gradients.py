@@ -117,7 +117,7 @@ class GradientReducer:
             frozen = not param.requires_grad
             param.requires_grad_(True)  # torch registers hooks on no other tensor
             if slot.param_state.is_stored_sharded:
-                self._handles.append(param.register_hook(_torch.own_hook(_shard_hook(this, weakref.ref(param)))))
+                self._handles.append(param.register_hook(_torch.own_hook(_shard_hook(this, slot.index))))
             else:
                 self._handles.append(param.register_post_accumulate_grad_hook(_accumulation_hook(this)))
             if slot.param_state.is_updated_sharded:
@@ -703,9 +703,7 @@ def _accumulation_hook(reducer: weakref.ref[GradientReducer]) -> Callable[[nn.Pa
     return hook
 
 
-def _shard_hook(
-    reducer: weakref.ref[GradientReducer], parameter: weakref.ref[nn.Parameter]
-) -> Callable[[torch.Tensor], torch.Tensor]:
+def _shard_hook(reducer: weakref.ref[GradientReducer], index: int) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return a hook on a parameter that is stored in shards, for a gradient that autograd adds to `p.grad`.
 
     One from outside of the units may be full, as that of `p[0]`, and then is that of this rank's examples: it becomes
@@ -713,7 +711,8 @@ def _shard_hook(
     """
 
     def hook(grad: torch.Tensor) -> torch.Tensor:
-        alive, param = reducer(), parameter()
+        alive = reducer()
+        param = None if alive is None else alive._slots[index].param_state.param
         if alive is None or not isinstance(grad, DTensor) or not isinstance(param, DTensor):
             return grad
         if grad.placements != param.placements:

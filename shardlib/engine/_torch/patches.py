@@ -23,10 +23,10 @@ def patch(key: Hashable, change: Callable[[], Callable[[], object]], *, anew: bo
     `anew` undoes it first, and makes it again: others may have taken it away, as by clearing all hooks of modules.
 
     >>> words = ["torch"]
-    >>> with holding_patches():
-    ...     patch("words", lambda: words.append("patched") or words.pop)
-    ...     print(words)
+    >>> patch("words", lambda: words.append("patched") or words.pop)
+    >>> words
     ['torch', 'patched']
+    >>> unpatch("words")
     >>> words
     ['torch']
     """
