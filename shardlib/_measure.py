@@ -1,10 +1,10 @@
-"""Seconds of a function, the peak of memory, and TensorBoard's writer."""
+"""Seconds of a module, the peak of memory, and TensorBoard's writer."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,13 +17,17 @@ __all__ = ["peak_bytes", "process_peak_bytes", "summary_writer", "timed"]
 T = TypeVar("T")
 
 
-def timed(run: Callable[[], T], device: torch.device) -> tuple[float, T]:
-    """Return the seconds that a function takes on a device, and its result."""
+def timed(
+    forward: Callable[[], T], tensors_in: Callable[[T], Iterable[torch.Tensor]], device: torch.device
+) -> tuple[float, T]:
+    """Return the seconds of a forward and its backward on a device, and the output of forward."""
     _await(device)
     start = time.perf_counter()
-    result = run()
+    output = forward()
+    made = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+    torch.autograd.backward(made, [torch.zeros_like(tensor) for tensor in made])
     _await(device)
-    return time.perf_counter() - start, result
+    return time.perf_counter() - start, output
 
 
 def _await(device: torch.device) -> None:

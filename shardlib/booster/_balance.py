@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from shardlib._measure import timed
-from shardlib.booster._chunks import chunk_sizes, mapped, rows, split
+from shardlib.booster._chunks import chunk_sizes, mapped, rows, split, tensors_in
 from shardlib.engine import record_collectives
 from shardlib.errors import InputError, InputTypeError
 from shardlib.rules.stages import partition
@@ -49,7 +49,7 @@ def balance_by_time(
     device = _checked("balance_by_time", partitions, module, device)
 
     def seconds_of(layer: nn.Module, value: Any) -> tuple[float, Any]:
-        return timed(lambda: _forward_and_backward(layer, value), device)
+        return timed(lambda: layer(value), tensors_in, device)
 
     best = [float("inf")] * len(module)
     begun, runs = time.perf_counter(), 0
@@ -135,14 +135,6 @@ def _each(
             value = mapped(lambda x: _cut(x, device), value)
             found.append(measured)
     return found
-
-
-def _forward_and_backward(layer: nn.Module, value: Any) -> Any:
-    output, made = layer(value), list[torch.Tensor]()
-    mapped(made.append, output)
-    made = [one for one in made if one.requires_grad]
-    torch.autograd.backward(made, [torch.zeros_like(one) for one in made])
-    return output
 
 
 def _cut(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-__all__ = ["DeferredStatistics", "chunk_sizes", "joined", "mapped", "rows", "split"]
+__all__ = ["DeferredStatistics", "chunk_sizes", "joined", "mapped", "rows", "split", "tensors_in"]
 
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
@@ -29,15 +29,26 @@ def mapped(fn: Callable[[torch.Tensor], Any], value: Any) -> Any:
     return value
 
 
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """Return the tensors in nested tuples, lists and dicts, in the order of `mapped`."""
+    found: list[torch.Tensor] = []
+    mapped(found.append, value)
+    return found
+
+
+def _with_tensors(value: Any, tensors: Iterable[Any]) -> Any:
+    """Return the value with other tensors in the place of its own, in order."""
+    others = iter(tensors)
+    return mapped(lambda _: next(others), value)
+
+
 def rows(batch: Any) -> int | None:
     """Return the size of the leading dim of the first tensor that has dims; None without such a tensor.
 
     >>> rows((1, {"x": torch.ones(3, 2)}))
     3
     """
-    found: list[int] = []
-    mapped(lambda tensor: found.extend(tensor.shape[:1]), batch)
-    return found[0] if found else None
+    return next((len(tensor) for tensor in tensors_in(batch) if tensor.ndim), None)
 
 
 def chunk_sizes(count: int, chunks: int) -> list[int]:
@@ -55,14 +66,12 @@ def split(batch: Any, sizes: Sequence[int]) -> list[Any]:
     >>> [part["x"].tolist() for part in split({"x": torch.arange(5), "y": 1}, [3, 2])]
     [[0, 1, 2], [3, 4]]
     """
-
-    def parts(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-        return tensor.split(list(sizes)) if tensor.ndim and len(tensor) == sum(sizes) else [tensor] * len(sizes)
-
-    def of(index: int) -> Callable[[torch.Tensor], torch.Tensor]:
-        return lambda tensor: parts(tensor)[index]
-
-    return [mapped(of(index), batch) for index in range(len(sizes))]
+    count = sum(sizes)
+    columns = [
+        tensor.split(list(sizes)) if tensor.ndim and len(tensor) == count else [tensor] * len(sizes)
+        for tensor in tensors_in(batch)
+    ]
+    return [_with_tensors(batch, parts) for parts in zip(*columns, strict=True)]
 
 
 def joined(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
@@ -71,11 +80,8 @@ def joined(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
     >>> joined([(torch.tensor(1.0), torch.ones(1)), (torch.tensor(4.0), torch.zeros(2))], [1, 2])
     (tensor(3.), tensor([1., 0., 0.]))
     """
-    columns = [list[torch.Tensor]() for _ in outputs]
-    for output, column in zip(outputs, columns, strict=True):
-        mapped(column.append, output)
-    together = zip(*columns, strict=True)
-    return mapped(lambda _: _joined(next(together), sizes), outputs[0])
+    together = zip(*map(tensors_in, outputs), strict=True)
+    return _with_tensors(outputs[0], (_joined(tensors, sizes) for tensors in together))
 
 
 def _joined(tensors: Sequence[torch.Tensor], sizes: Sequence[int]) -> Any:

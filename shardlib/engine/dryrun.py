@@ -177,12 +177,7 @@ def _fake_world(plan: Plan, device_type: str, rank: int = 0) -> Iterator[DeviceM
     """Enter a fake world with fake tensors; restore on exit what the engine enables inside."""
     shape = shape_with_stages(plan.mesh) if has_stages(plan) else plan.mesh
     world = _torch.fake_world(dict(shape.items()), device_type, rank)
-    with (
-        ops.restored(),
-        world as mesh,
-        _explained(plan),
-        _torch.fake_tensors(with_stages=has_stages(plan)),
-    ):
+    with ops.restored(), world as mesh, _explained(plan), _torch.fake_tensors(with_stages=has_stages(plan)):
         yield mesh
 
 

@@ -125,7 +125,7 @@ class Root:
     def _enter(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._running += 1
         self.check(model, args, kwargs)
-        _torch.replicate_plain_tensors()
+        _torch.set_implicit_replication(True)
         if self.units is not None:
             self.units.enter_model()
         if self.casting.autocast is not None:
@@ -219,7 +219,7 @@ def _hooks(mesh: DeviceMesh) -> tuple[Callable[..., Any], Callable[..., Any], Ca
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not torch.compiler.is_compiling():
-            _torch.replicate_plain_tensors()  # `generate` calls an encoder without the root
+            _torch.set_implicit_replication(True)  # `generate` calls an encoder without the root
         if not kwargs and len(args) == 1 and isinstance(args[0], torch.Tensor):
             return (wrap(args[0]),), kwargs
         if torch.compiler.is_compiling():

@@ -1,4 +1,4 @@
-"""What shardlib changes in torch is there while a sharded model is, and disturbs no other program."""
+"""Changes to torch last as long as a sharded model lives, and disturb no other program."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def attributes() -> dict[str, int]:
 
 
 def tables() -> dict[str, str]:
-    """What torch keeps in tables, by name."""
+    """The tables, settings and kernels of torch, by name."""
     dispatcher: Any = DTensor._op_dispatcher
     hooks = {
         f"{home}.{name}": str(list(value.values()))
@@ -91,7 +91,7 @@ def trained(model: nn.Module, kind: Any = torch.optim.AdamW, *, seed: int | None
 
 
 def programs(mesh: DeviceMesh) -> Iterator[tuple[str, list[torch.Tensor]]]:
-    """What users do with torch alone: DDP, FSDP2, DTensor, recomputation."""
+    """Train with torch alone: DDP, FSDP2, DTensor, recomputation."""
     yield "DDP", trained(DistributedDataParallel(plain()), Scaled)
     yield "FSDP2", trained(fully_shard(plain(), mesh=mesh))
     torch.manual_seed(0)
@@ -138,7 +138,7 @@ def main() -> None:
     alone = dict(programs(mesh))
     # The compiler changes torch when it first runs.
     torch.compile(plain(), backend="eager")(torch.ones(2, 16, dtype=torch.float64))
-    before, held = attributes(), tables()
+    attributes_before, tables_before = attributes(), tables()
     report: dict[str, Any] = {}
     for name, model in sharded():
         beside = dict(programs(mesh))
@@ -147,8 +147,8 @@ def main() -> None:
         ]
         del model
     gc.collect()
-    report["attributes"] = differing(before, attributes())
-    report["tables"] = differing(held, tables())
+    report["attributes"] = differing(attributes_before, attributes())
+    report["tables"] = differing(tables_before, tables())
     after = dict(programs(mesh))
     report["numbers after"] = [key for key, want in alone.items() if not all(map(torch.equal, want, after[key]))]
     if dist.get_rank() == 0:

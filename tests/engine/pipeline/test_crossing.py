@@ -60,7 +60,7 @@ class InPlace(Blocks):
 
 @dataclass
 class State:
-    """What the blocks of `Objects` hand on."""
+    """The tensors that a block of `Objects` passes to the next one."""
 
     hidden: torch.Tensor
     penalty: torch.Tensor
@@ -69,7 +69,7 @@ class State:
 torch.export.register_dataclass(State)
 
 
-class Handing(nn.Linear):
+class Passing(nn.Linear):
     def forward(self, state: State) -> State:  # type: ignore[override]
         return State(super().forward(state.hidden), state.penalty + state.hidden.square().mean(1, keepdim=True))
 
@@ -79,7 +79,7 @@ class Objects(Blocks):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Handing(4, 4) for _ in range(4))
+        self.blocks = nn.ModuleList(Passing(4, 4) for _ in range(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         state = State(x, torch.zeros_like(x[:, :1]))
