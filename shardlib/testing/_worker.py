@@ -94,7 +94,6 @@ class _Rank:
         self.call: Call | None = None
         self.begun_ns = 0
         self.store: Any = None
-        self.release: Any = None
         self.clean = _Clean()
 
     def open_store(self) -> int:
@@ -155,10 +154,8 @@ class _Rank:
     def _process_group(self, call: Call) -> Iterator[None]:
         import torch.distributed as dist
 
-        from shardlib.engine._torch import forget_meshes, hold_patches, process_groups
+        from shardlib.engine._torch import forget_meshes, process_groups
 
-        if self.release is None:  # what shardlib changes in torch stays from one call to the next, as its imports do
-            self.release = hold_patches()
         rank, size = str(call.rank), str(call.world_size)
         os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
         store = dist.PrefixStore(str(call.number), self._store_at(call))

@@ -9,6 +9,7 @@ import json
 import sys
 import types
 import warnings
+from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
 
@@ -90,6 +91,23 @@ def trained(model: nn.Module, kind: Any = torch.optim.AdamW, *, seed: int | None
     return [p.full_tensor() if isinstance(p, DTensor) else p.detach() for p in model.parameters()]
 
 
+def clipped(model: nn.Module) -> list[torch.Tensor]:
+    """Write into plain gradients what a DTensor holds, after the same op has written into replicated DTensors."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        torch.manual_seed(0)
+        model(torch.randn(4, 16, dtype=torch.float64)).square().mean().backward()
+        nn.utils.clip_grad_norm_(reversed(list(model.parameters())), 0.01, foreach=False)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.full_tensor() if isinstance(p, DTensor) else p.detach() for p in model.parameters()]
+
+
+def with_norm() -> nn.Module:
+    """A model that has, sharded by columns and rows, plain parameters and a replicated one of the same shape."""
+    return nn.Sequential(OrderedDict(norm=nn.LayerNorm(16, dtype=torch.float64), block=plain()))
+
+
 def programs(mesh: DeviceMesh) -> Iterator[tuple[str, list[torch.Tensor]]]:
     """Train with torch alone: DDP, FSDP2, DTensor, recomputation."""
     yield "DDP", trained(DistributedDataParallel(plain()), Scaled)
@@ -124,6 +142,11 @@ def sharded() -> Iterator[tuple[str, nn.Module]]:
         for kind in (Scaled, torch.optim.AdamW):
             trained(model, kind, seed=None if mesh == "dp=2" else 0)
         yield name, model
+        del model
+    model = sl.shard_model(with_norm(), "tp=2", {"norm": None, "block.0": "colwise", "block.2": "rowwise"})
+    for got, want in zip(clipped(model), clipped(with_norm()), strict=True):
+        torch.testing.assert_close(got, want)
+    yield "tp, clipped", model
 
 
 def differing(before: dict[str, Any], after: dict[str, Any]) -> list[str]:

@@ -19,11 +19,6 @@ from shardlib.engine._torch.tensor import DTensorSpec, TensorMeta
 from shardlib.engine._torch.trees import pytree
 
 private(
-    "torch.distributed.tensor._dispatch.OpDispatcher._dispatch_fast_path_python_tail",
-    why="to let an in-place op write a DTensor into a plain tensor that all ranks hold",
-    without="LBFGS, SAM and averages of weights end in an AssertionError where some parameters are sharded",
-)
-private(
     "torch.distributed.tensor.DTensor._op_dispatcher",
     "torch.distributed.tensor._dispatch.OpDispatcher._propagate_op_sharding_dispatch_slow_path",
     "torch.distributed.tensor._op_schema.OpInfo",
@@ -78,7 +73,6 @@ __all__ = [
     "global_metas",
     "implicit_replication",
     "intercept_propagation",
-    "intercept_written",
     "move_handlers",
     "replace_handler",
     "replace_kernels",
@@ -105,25 +99,6 @@ def intercept_propagation(ours: Callable[..., Any]) -> Callable[[], None]:
     original = target._propagate_op_sharding_dispatch_slow_path
     target._propagate_op_sharding_dispatch_slow_path = functools.partial(ours, original)
     return lambda: vars(target).pop("_propagate_op_sharding_dispatch_slow_path", None)
-
-
-def intercept_written() -> Callable[[], None]:
-    """Have in-place ops on plain tensors beside DTensors return the plain tensor; return an undo function.
-
-    Once DTensor knows an op of a replicated DTensor, it takes a plain tensor for one: the op has written
-    to it when an assertion fails (2.13.0).
-    """
-    target = dispatcher()
-    original = target._dispatch_fast_path_python_tail
-
-    def tail(op: Op, args: tuple[Any, ...], kwargs: Any, mesh: Any, sharding: Any, *rest: Any) -> Any:
-        *_, in_place, _out = rest
-        if in_place and sharding.output_spec is not None and not isinstance(args[0], DTensor):
-            return args[0]
-        return original(op, args, kwargs, mesh, sharding, *rest)
-
-    target._dispatch_fast_path_python_tail = tail
-    return lambda: vars(target).pop("_dispatch_fast_path_python_tail", None)
 
 
 def move_handlers(ops: Sequence[Op]) -> dict[Op, Any]:

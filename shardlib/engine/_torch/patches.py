@@ -7,6 +7,7 @@ block such as a dry run. Once nobody holds them, torch is as a process that neve
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ __all__ = ["hold_patches", "holding_patches", "patch", "unpatch"]
 
 _undo: dict[Hashable, Callable[[], object]] = {}  # in the order in which the changes were made
 _holders: set[object] = set()
+_changing = threading.RLock()  # the garbage collector may end a model in any thread
 
 
 def patch(key: Hashable, change: Callable[[], Callable[[], object]], *, anew: bool = False) -> None:
@@ -30,16 +32,18 @@ def patch(key: Hashable, change: Callable[[], Callable[[], object]], *, anew: bo
     >>> words
     ['torch']
     """
-    if anew:
-        unpatch(key)
-    if key not in _undo:
-        _undo[key] = change()
+    with _changing:
+        if anew:
+            unpatch(key)
+        if key not in _undo:
+            _undo[key] = change()
 
 
 def unpatch(key: Hashable) -> None:
     """Undo a change at once, if it is made."""
-    if key in _undo:
-        _undo.pop(key)()
+    with _changing:
+        if key in _undo:
+            _undo.pop(key)()
 
 
 def hold_patches(owner: object = None) -> Callable[[], None]:
@@ -62,7 +66,10 @@ def holding_patches() -> Iterator[None]:
 
 
 def _release(holder: object) -> None:
-    if holder in _holders:
-        _holders.remove(holder)
-        while _undo and not _holders:
-            _undo.popitem()[1]()  # the last change first: one may be of what another one has made
+    _holders.discard(holder)
+    if _changing.acquire(blocking=False):  # else another thread makes a change, which it holds
+        try:
+            while _undo and not _holders:
+                _undo.popitem()[1]()  # the last change first: one may be of what another one has made
+        finally:
+            _changing.release()

@@ -22,7 +22,6 @@ from shardlib.engine._torch import (
     intercept_propagation,
     intercept_reads,
     intercept_redistribution,
-    intercept_written,
     move_handlers,
     patch,
     replace_handler,
@@ -81,12 +80,11 @@ def enable(mesh: DeviceMesh, *, stored: bool = False) -> None:
         stored: DTensors on it are parameters, gradients and state in shards over data axes. A plain tensor beside them
             may be an activation of this rank's examples, and is refused where it looks like one.
     """
-    known = _STORED if stored else _MESHES
-    if mesh in known:
-        return
     patch(_install, _install)
-    known.add(mesh)
-    _forget()
+    known = _STORED if stored else _MESHES
+    if mesh not in known:
+        known.add(mesh)
+        _forget()
 
 
 def disable(mesh: DeviceMesh | None = None) -> None:
@@ -169,7 +167,6 @@ def _install() -> Callable[[], None]:
         intercept_redistribution(_redistribute),
         intercept_data(_assign_data),
         intercept_reads(to_full_tensor),
-        intercept_written(),
         replace_handler(UNSCALE, unscale),
         replace_composites(),
         partial(restore_handlers, handlers),

@@ -1,8 +1,8 @@
 """The dispatch policy for ops on DTensors of an enabled mesh.
 
 DTensor propagates an op's sharding only on a miss of its C++ cache, so that the policy does not run for cached calls.
-It executes some ops itself and does not cache them: ops that are gathered, rows with a computation of their own, and
-ops that may change data of which other DTensors are copies.
+It executes some ops itself and does not cache them: ops that are gathered, rows with a computation of their own, ops
+that may change data of which other DTensors are copies, and writes into a tensor that may be plain in the next call.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from shardlib.engine._torch import (
     global_metas,
     is_composite,
     is_view,
+    local_of,
     local_shape_and_offset,
     pytree,
     redistribute_local,
@@ -72,6 +73,8 @@ def policy(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], info: OpInfo) 
             'the sequences and use a mask; or replicate the parameters of the modules around it ("replicate"), so that '
             "it is given plain tensors."
         )
+    if (tensor := _written_replicated(op, args, kwargs)) is not None:
+        return tensor
     first_time = remember_statics(op)
     if not rule_of(op) and is_composite(op):
         return op.decompose(*args, **kwargs)
@@ -97,6 +100,31 @@ def policy(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], info: OpInfo) 
     if first_time or decision.in_order is not True or not _cacheable(operands, decision):
         return _carry_out(operands, decision)
     return _output_sharding(operands, decision, schema)
+
+
+def _written_replicated(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Carry out an op in place on replicated DTensors, and return what it has written; None for other ops.
+
+    In the cache of DTensor, a plain tensor has the key of a replicated one. After a cached call, one that writes into
+    a plain tensor ends in an AssertionError (2.13.0).
+    """
+    if not _may_write_plain(op) or not isinstance(args[0], torch.Tensor):
+        return None
+    dtensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, DTensor)]
+    if any(not p.is_replicate() for tensor in dtensors for p in tensor.placements) or any(
+        map(_alias.watched, dtensors)
+    ):
+        return None
+    local_args, local_kwargs = pytree.tree_map_only(DTensor, local_of, (args, kwargs))
+    op(*local_args, **local_kwargs)
+    return args[0]
+
+
+@functools.cache
+def _may_write_plain(op: Op) -> bool:
+    """Tell whether an op writes new values into its first argument, and can meet a DTensor in another one."""
+    in_place = op.name().partition(".")[0].endswith("_") and torch.Tag.inplace_view not in op.tags
+    return in_place and not is_random(op) and sum("Tensor" in str(a.type) for a in schema_of(op).arguments) > 1
 
 
 _draw_by: ContextVar[Callable[..., Any] | None] = ContextVar("_draw_by", default=None)
