@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shardlib._plan.buckets import Bucket, Unit, gradient_buckets, units_of, unshard_buckets, update_buckets
 from shardlib._plan.experts import expert_rows
 from shardlib._plan.make import RulesLike, Transform, as_rules, plan, say_absent_axes, transformed
 from shardlib._plan.memory import Blocks, Memory
@@ -11,7 +12,6 @@ from shardlib._plan.movements import (
     Purpose,
     Traffic,
     movements_of,
-    reshards_after_forward,
     state_update,
 )
 from shardlib._plan.report import DryRun, Gathered, Recorded, StageRun
@@ -23,6 +23,7 @@ from shardlib._plan.value import Plan
 __all__ = [
     "PHASES",
     "Blocks",
+    "Bucket",
     "DryRun",
     "Gathered",
     "LossScale",
@@ -39,15 +40,19 @@ __all__ = [
     "Step",
     "Traffic",
     "Transform",
+    "Unit",
     "as_rules",
     "expert_rows",
+    "gradient_buckets",
     "join_small",
     "movements_of",
     "plan",
-    "reshards_after_forward",
     "rows_by_name",
     "say_absent_axes",
     "state_update",
     "transformed",
     "unit_of",
+    "units_of",
+    "unshard_buckets",
+    "update_buckets",
 ]

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from shardlib._mesh import MeshShape
+from shardlib._plan.buckets import workspace_bytes
 from shardlib._plan.movements import movements_of
 from shardlib._plan.rows import Phase, Row
 from shardlib._plan.schedules import default_schedule, rank_of_stage
 from shardlib._plan.step import Step
-from shardlib._plan.workspace import workspace_bytes
 from shardlib.rules import Stage
 
 __all__ = ["Blocks", "Memory", "is_on_stage", "largest_rank", "of_ranks", "stages"]
@@ -22,7 +22,7 @@ class Memory:
 
     `state` includes a master copy of parameters that are stored in a narrower dtype than their state. `host` is the
     part that layouts keep in host memory; it is included in the other figures. `buckets` is not included: it is the
-    largest workspace of a step (`workspace.py`).
+    largest workspace of a step (`buckets.py`).
     """
 
     parameters: int
@@ -89,7 +89,7 @@ def largest_rank(
 
 
 def _workspace(rows: Sequence[Row], mesh: MeshShape, units: Sequence[str], step: Step) -> int:
-    return workspace_bytes(list(movements_of(rows, mesh, units, step)), mesh, units, step)
+    return workspace_bytes(movements_of(rows, mesh, units, step), units, mesh, step)
 
 
 def of_ranks(

@@ -111,6 +111,11 @@ class Movement:
         return any(step.kind != "slice" for step in self.collectives)
 
     @property
+    def is_sent(self) -> bool:
+        """Whether anything is sent over the network."""
+        return any(step.kind not in ("slice", "copy") for step in self.collectives)
+
+    @property
     def bytes(self) -> int:
         """The bytes that one rank sends in a step, averaged over ranks; copies between host and device do not count."""
         return self.times * cost(self.collectives)
@@ -259,7 +264,8 @@ def _reduce(row: Row, mesh: MeshShape, step: Step, holders: int) -> Iterator[Mov
 
 def _end(row: Row, mesh: MeshShape) -> Event:
     """Return the time at which the gradient is reduced."""
-    return "step ends" if row.added("grad").isdisjoint(mesh.data_axes) else "pass ends"
+    split = any(mesh[axis] > 1 and axis in mesh.data_axes for axis in row.added("grad"))
+    return "pass ends" if split else "step ends"
 
 
 def _step(row: Row, mesh: MeshShape, step: Step, optimizer: Optimizer, shapes: StateShapes) -> Iterator[Movement]:

@@ -81,7 +81,7 @@ def _of_others(key: str, description: Sequence[Any], rank_meshes: Mapping[str, R
 
 
 def turns(items: Iterable[Item]) -> list[int]:
-    """Choose the copy of each item to write: among equal copies, the one with the fewest bytes so far."""
+    """Choose the replica of each item to write: among equal ones, that with the fewest bytes so far."""
     loads: dict[tuple[RankMesh, tuple[str, ...]], list[int]] = {}
     found = []
     for item in items:
@@ -103,9 +103,10 @@ def written_by(item: Item, turn: int, rank: int) -> list[Part]:
     """Return the parts of an item that a rank writes."""
     if math.prod(item.shape) == 0:  # one rank alone writes that it is empty
         return [Part(full_box(item.shape), full_box(item.shape))] if rank == item.rank_mesh.ranks[0] else []
-    if rank not in item.rank_mesh.ranks or _writer(item, item.rank_mesh.coordinate(rank), turn) != rank:
+    if rank not in item.rank_mesh.ranks:
         return []
-    return item.parts(rank)
+    own = item.layout.replica_id(item.rank_mesh.mesh, item.rank_mesh.coordinate(rank)) == turn
+    return item.parts(rank) if own else []
 
 
 @dataclass(frozen=True)

@@ -185,7 +185,7 @@ class FullTensorStep:
         for move in moves:
             source, local, owner = move.movement.source, move.local, move.one.owner
             shape, device = move.movement.global_shape, move.one.param_state.device
-            holders = self._first_holders(source)
+            holders = [rank for rank, at in enumerate(self.coordinates) if source.replica_id(self.shape, at) == 0]
             if self.rank in holders and self._copies(move, source):
                 local = local.to(device)
             if owner == self.rank:
@@ -246,10 +246,6 @@ class FullTensorStep:
     def _exchange(self, kind: str, sends: list[Any], receives: list[Any], moves: Sequence[_Move]) -> None:
         if self.transport is not None:
             self.transport.exchange(kind, sends, receives, (move.movement for move in moves)).wait()
-
-    def _first_holders(self, layout: Layout) -> list[int]:
-        replicated = [axis for axis in self.shape.names if axis not in layout.axes]
-        return [rank for rank, at in enumerate(self.coordinates) if not any(at[axis] for axis in replicated)]
 
 
 def _waves(moves: Iterable[_Move]) -> Iterator[list[_Move]]:

@@ -23,9 +23,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from shardlib._mesh import MeshShape
+from shardlib._plan import Bucket as PlannedBucket
+from shardlib._plan import Step, gradient_buckets
 from shardlib.engine import _torch, agree
 from shardlib.engine.executor import Executor
-from shardlib.engine.executor.bucket import in_batches
 from shardlib.engine.executor.reduce import (
     AllReduceBucket,
     Averaging,
@@ -33,7 +35,6 @@ from shardlib.engine.executor.reduce import (
     ReduceBucket,
     ReduceScatterBucket,
     Slot,
-    travels_alone,
 )
 from shardlib.engine.full_tensor import to_full_tensor
 from shardlib.engine.lost import naming_lost_ranks
@@ -55,9 +56,7 @@ class GradientReducer:
         param_states: all parameters in registration order; frozen ones may begin to train later.
         executor: the executor that sends gradients.
         data_axes: the mesh axes (of size > 1) over which gradients are averaged.
-        bucket_bytes: the size of a bucket; a larger one has fewer latencies, a smaller one overlaps more.
-        passes: the number of backward passes in a step; the gradient is that of their mean.
-        dtype: the dtype in which gradients are sent; by default their own.
+        step: the settings of the step.
         everyone: the ranks of all stages, where this model is a pipeline stage.
         end_pass: called when a backward pass has ended.
         end_step: called after the last backward pass of a step.
@@ -68,20 +67,18 @@ class GradientReducer:
         param_states: Sequence[ParamState],
         executor: Executor,
         data_axes: Axes,
+        step: Step,
         *,
-        bucket_bytes: int = 25 << 20,
-        passes: int = 1,
-        dtype: torch.dtype | None = None,
         everyone: dist.ProcessGroup | None = None,
         end_pass: Callable[[], None] | None = None,
         end_step: Callable[[], None] | None = None,
     ) -> None:
         mesh = executor.mesh
-        self.executor, self.mesh, self.data_axes, self.passes = executor, mesh, data_axes, passes
-        self.dtype, self.bucket_bytes = dtype, bucket_bytes
+        self.executor, self.mesh, self.data_axes = executor, mesh, data_axes
+        self.step, self.passes = step, step.accumulate
         self.sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
-        self.averaging = Averaging(data_axes, self.sizes, passes)
-        self.reductions = Reductions(bucket_bytes, self._flags, self._agree_on_missing)
+        self.averaging = Averaging(data_axes, self.sizes, step.accumulate)
+        self.reductions = Reductions(step.bucket_bytes, self._flags, self._agree_on_missing)
         self.enabled = True
         self.compare: Callable[[], None] | None = None  # called before each backward pass
         self.order_of_units: Callable[[], int] | None = None  # a number that tells orders of units apart
@@ -92,6 +89,7 @@ class GradientReducer:
             one.shard_spec is not None or not one.compute.axes.isdisjoint(data_axes) for one in param_states
         )
         self._slot_of = {id(slot.param_state.param): slot for slot in self._slots}
+        self._by_name = {slot.param_state.name: slot for slot in self._slots}
         self.buckets: list[ReduceBucket] = []
         self._learned = False
         self._arrived: dict[int, Axes] = {}  # until buckets are laid out in the order of gradients
@@ -308,7 +306,7 @@ class GradientReducer:
             self._pass = self._pass % self.passes + 1
             closing = self._pass == self.passes
         self._closing = closing and self.passes > 1
-        to_send = [b for b in self.buckets if closing or b.like.reduces_every_pass]
+        to_send = [b for b in self.buckets if closing or b.planned.ends == "pass ends"]
         to_send = [b for b in to_send if self.enabled or (b.like.is_stored_sharded and not self._keeping)]
         self.reductions.restart(to_send)
         self._used = None
@@ -444,10 +442,12 @@ class GradientReducer:
         batches: dict[Any, list[Slot]] = {}
         for slot in slots:
             axes = self._summed_over(slot.param_state, slot.param_state.partial_axes(slot.unreduced))
-            batches.setdefault((axes, *_bucket_key(slot.param_state)), []).append(slot)
+            one = slot.param_state
+            batches.setdefault((axes, one.axes, one.dtype, "grad" in one.offloaded), []).append(slot)
         found: dict[int, torch.Tensor] = {}
         for (axes, *_), batch in batches.items():
-            bucket = self._bucket(axes, batch, batch[0].param_state)
+            movements = [slot.param_state.named(slot.param_state.movements["gradients"]) for slot in batch]
+            bucket = self._bucket(axes, batch, PlannedBucket(tuple(movements), MeshShape.of(self.mesh)))
             assert isinstance(bucket, ReduceScatterBucket)
             bucket.averaging = dataclasses.replace(self.averaging, passes=1)  # hooks of parameters see to passes
             bucket.begin(None)
@@ -592,20 +592,20 @@ class GradientReducer:
 
     def _lay_out(self, order: Iterable[int]) -> None:
         self._left_out = [slot for slot in self._slots if not slot.param_state.param.requires_grad]
-        trained = [self._slots[i] for i in order if self._slots[i].param_state.param.requires_grad]
-        summed = [(slot, self._summed_over(slot.param_state, slot.param_state.row.partial)) for slot in trained]
-        batches = in_batches(
-            [(slot, axes) for slot, axes in summed if axes],
-            alone=lambda one: one[0].param_state.is_unbucketed("gradients"),
-            key=lambda one: (one[1], *_bucket_key(one[0].param_state)),
-            size=lambda one: one[0].param_state.max_local_bytes,
-            limit=self.bucket_bytes,
-        )
-        regular = [(batch[0][1], [slot for slot, _ in batch]) for batch in batches]
-        closing = self._take_closing(regular) if self.data_axes and regular else None
-        self.buckets = [self._bucket(axes, slots, slots[0].param_state) for axes, slots in regular]
+        movements = [
+            slot.param_state.named(one)
+            for slot in (self._slots[i] for i in order)
+            if slot.param_state.param.requires_grad
+            for one in slot.param_state.movements.values()
+        ]
+        regular = gradient_buckets(movements, MeshShape.of(self.mesh), self.step)
+        closing = self._closing_bucket(regular) if self.data_axes and regular else None
+        self.buckets = [self._bucket(one.summed, self._slots_of(one), one) for one in regular if one is not closing]
+        flags = len(self._slots) + 2 * ORDER_BITS
         if closing is not None:
-            self.buckets.append(self._bucket(*closing, flags=len(self._slots) + 2 * ORDER_BITS))
+            self.buckets.append(self._bucket(closing.summed, self._slots_of(closing), closing, flags))
+        elif self.data_axes and regular:  # the flags travel in an empty bucket like one of the others
+            self.buckets.append(self._bucket(self.data_axes, [], self._regular(regular)[0], flags))
         for slot in self._slots:
             slot.bucket = None
         for bucket in self.buckets:
@@ -614,37 +614,27 @@ class GradientReducer:
                 slot.bucket = bucket
         self._unbucketed = [slot for slot in self._slots if slot.bucket is None]
 
-    def _take_closing(self, batches: list[tuple[Axes, list[Slot]]]) -> tuple[Axes, list[Slot], ParamState]:
-        """Remove the batch that travels last; it is sent in every pass, with room for flags.
+    def _closing_bucket(self, buckets: Sequence[PlannedBucket]) -> PlannedBucket | None:
+        """Return the bucket that is sent last in every pass, with room for flags; None where none is fit for that."""
+        packed = [one for one in self._regular(buckets) if not one.alone and {*self.data_axes} <= {*one.summed}]
+        return packed[-1] if packed else None
 
-        Where none is fit for that, the flags travel in an empty bucket like one of the others.
-        """
-        regular = [batch for batch in batches if batch[1][0].param_state.reduces_every_pass] or batches
-        regular = [batch for batch in regular if batch[1][0].param_state.is_stored_sharded] or regular
-        packed = [batch for batch in regular if not travels_alone(batch[1]) and {*self.data_axes} <= {*batch[0]}]
-        if not packed:
-            return self.data_axes, [], regular[0][1][0].param_state
-        axes, slots = packed[-1]
-        batches.remove(packed[-1])
-        return axes, slots, slots[0].param_state
+    def _regular(self, buckets: Sequence[PlannedBucket]) -> Sequence[PlannedBucket]:
+        """Return the buckets that are sent in most passes: those of stored shards, or those of every pass, or all."""
+        each_pass = [one for one in buckets if one.ends == "pass ends"]
+        stored = [one for one in each_pass if self._by_name[one.first.name].param_state.is_stored_sharded]
+        return stored or each_pass or buckets
 
-    def _bucket(self, axes: Axes, slots: list[Slot], like: ParamState, *, flags: int = 0) -> ReduceBucket:
-        dtype = self.dtype or (slots[0].param_state.dtype if slots else torch.float32)
-        common = self.executor, self.averaging, axes, slots, dtype, like, flags
+    def _slots_of(self, bucket: PlannedBucket) -> list[Slot]:
+        return [self._by_name[name] for name in bucket.names]
+
+    def _bucket(self, axes: Axes, slots: list[Slot], planned: PlannedBucket, flags: int = 0) -> ReduceBucket:
+        like = self._by_name[planned.first.name].param_state
+        dtype = planned.first.dtype if slots else self.step.reduce_dtype or torch.float32
+        common = self.executor, self.averaging, axes, slots, dtype, planned, like, flags
         if like.shard_spec is not None:
             return ReduceScatterBucket(*common)
         return AllReduceBucket(*common, on_mesh=self.has_shards)
-
-
-def _bucket_key(param_state: ParamState) -> tuple[Any, ...]:
-    """Return the key that gradients of one bucket share. Offloaded gradients share no memory with others."""
-    return (
-        param_state.axes,
-        param_state.is_stored_sharded,
-        param_state.keeps_gradient,
-        param_state.dtype,
-        "grad" in param_state.offloaded,
-    )
 
 
 def _set_reduced_aside(slot: Slot) -> None:

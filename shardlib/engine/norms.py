@@ -24,6 +24,7 @@ from shardlib.engine.lost import naming_lost_ranks
 from shardlib.engine.params import local_of
 from shardlib.engine.sharded import param_state_of, records_of
 from shardlib.errors import ShardingError
+from shardlib.layout._local import replica_id
 
 __all__ = ["clip_among", "clip_grad_norm_", "clip_grad_value_", "get_grad_norm"]
 
@@ -212,8 +213,9 @@ def _counts_here(grad: torch.Tensor, mesh: DeviceMesh) -> bool:
     if isinstance(grad, DTensor):
         placements = zip(_names(grad.device_mesh), grad.placements, strict=True)
         split = {name for name, placement in placements if not placement.is_replicate()}
-    coordinate = zip(_names(mesh), mesh.get_coordinate() or (), strict=True)
-    return all(index == 0 or name in split for name, index in coordinate)
+    sizes = dict(zip(_names(mesh), mesh.shape, strict=True))
+    coordinate = dict(zip(_names(mesh), mesh.get_coordinate() or (), strict=True))
+    return replica_id(split, sizes, coordinate) == 0
 
 
 def _names(mesh: DeviceMesh) -> Sequence[str | int]:

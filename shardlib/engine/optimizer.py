@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
@@ -29,7 +29,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from shardlib._plan import Optimizer
 from shardlib.engine import _torch, offload
 from shardlib.engine.borders import moved
-from shardlib.engine.executor.bucket import in_batches
 from shardlib.engine.full_step import MASTER, FullTensorStep
 from shardlib.engine.lost import naming_lost_ranks
 from shardlib.engine.params import ParamState, local_of
@@ -414,16 +413,9 @@ def _step_on_local_tensors(step: _Step) -> bool:
         step.shards |= updates.local_shards(step.params)
     states = (step.states.get(id(p)) for p in step.params)
     on_host = [one for one in states if one is not None and one.steps_on_host]
-    pieces = in_batches(
-        on_host,
-        alone=lambda _: False,
-        key=lambda _: None,
-        size=lambda one: local_of(one.param).nbytes,
-        limit=PIECE_BYTES,
-    )
     stepped: set[int] = set()
     # While a piece steps, the next ones are copied.
-    for downloads, copies in [_copies_on_host(piece, step.shards) for piece in pieces]:
+    for downloads, copies in [_copies_on_host(piece, step.shards) for piece in _pieces(on_host)]:
         downloads.wait()
         step.copies |= copies
         if step.is_of_torch:
@@ -431,6 +423,19 @@ def _step_on_local_tensors(step: _Step) -> bool:
             stepped |= copies.keys()
     step.put(lambda p: None if id(p) in stepped else _leaf(p, step))
     return True
+
+
+def _pieces(param_states: Iterable[ParamState]) -> Iterator[list[ParamState]]:
+    """Divide parameters into pieces of some size."""
+    piece, size = list[ParamState](), 0
+    for one in param_states:
+        piece.append(one)
+        size += local_of(one.param).nbytes
+        if size >= PIECE_BYTES:
+            yield piece
+            piece, size = [], 0
+    if piece:
+        yield piece
 
 
 def _step_piece(step: _Step, piece: _Copies) -> None:

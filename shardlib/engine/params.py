@@ -137,11 +137,6 @@ class ParamState:
             expected = row.replace(grad=row.grad or row.stored, state=row.state or row.stored, partial=partial)
             self.mutable.row, self.mutable.movements = expected, None
 
-    def is_unbucketed(self, purpose: Purpose) -> bool:
-        """Tell whether a movement of the parameter travels by itself, without a copy."""
-        movement = self.movements.get(purpose)
-        return movement is not None and movement.unbucketed and self.memory.is_contiguous()
-
     def copied(self, purpose: Purpose) -> None:
         """Record the copy between host and device of one of its movements."""
         self.executor.copied(movements_of([self], purpose))
@@ -220,17 +215,7 @@ class ParamState:
     def is_stored_sharded(self) -> bool:
         """Whether ranks hold different shards of the parameter between the runs of its unit."""
         movement = self.movements.get("parameters, forward")
-        return movement is not None and any(collective.kind != "copy" for collective in movement.collectives)
-
-    @property
-    def keeps_gradient(self) -> bool:
-        """Whether the full gradient stays in `p.grad` until the last pass of a step, which reduces the shard."""
-        return self.is_updated_sharded and self.movements["gradients"].needed == "step ends"
-
-    @property
-    def reduces_every_pass(self) -> bool:
-        """Whether the gradient is reduced in each backward pass of a step, and not only in the last one."""
-        return self.shard_spec is not None and not self.keeps_gradient
+        return movement is not None and movement.is_sent
 
     @property
     def is_updated_sharded(self) -> bool:
@@ -267,11 +252,6 @@ class ParamState:
     def max_local_numel(self) -> int:
         """The number of elements of the compute tensor on the rank where it is largest."""
         return math.prod(self.row.local_shape(MeshShape.of(self.mesh), phase="compute"))
-
-    @property
-    def max_local_bytes(self) -> int:
-        """The bytes of the compute tensor on the rank where it is largest: by them all ranks make the same buckets."""
-        return self.max_local_numel * self.dtype.itemsize
 
     @cached_property
     def shard_shape(self) -> tuple[int, ...]:

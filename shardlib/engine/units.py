@@ -35,11 +35,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardlib._plan import Purpose, join_small
+from shardlib._mesh import MeshShape
+from shardlib._plan import Purpose, Unit, unshard_buckets
 from shardlib.engine import _torch
 from shardlib.engine._torch import pytree
 from shardlib.engine.executor import Executor
-from shardlib.engine.executor.gather import UnshardBucket, unshard_buckets
+from shardlib.engine.executor.gather import UnshardBucket
 from shardlib.engine.lost import naming_lost_ranks_in_operations
 from shardlib.engine.params import ParamState
 from shardlib.engine.schedule import RunOrder
@@ -673,69 +674,46 @@ _SMALL = 64  # elements
 
 
 def make_units(
-    model: nn.Module,
-    param_states: Iterable[ParamState],
-    units: Sequence[str],
-    stays_unsharded: Callable[[str], bool],
-    executor: Executor,
-    *,
-    joined_bytes: int,
+    model: nn.Module, param_states: Iterable[ParamState], units: Iterable[Unit], executor: Executor
 ) -> Units:
-    """Group the parameters that are stored in shards into units, and assign each unit a buffer.
+    """Install the units of a plan: assign each one a buffer, and the buckets that gather its parameters.
 
     Args:
-        model: the model that has these parameters.
-        param_states: all parameters; those that are not stored in shards are left alone.
-        units: the names of modules that are units.
-        stays_unsharded: whether the parameter of a name stays unsharded until backward has ended.
+        model: the model that has the parameters.
+        param_states: its parameters; those that are not stored in shards are left alone.
+        units: the units of the plan.
         executor: the executor that gathers the parameters.
-        joined_bytes: the size in bytes up to which small units are joined.
     """
-    stored = [one for one in param_states if one.is_stored_sharded]
-    owners = _owners_of(model, stored)
-    groups: dict[str, list[ParamState]] = {}
-    for one in stored:
-        groups.setdefault(one.unit, []).append(one)
-    resharded = {"": False}
-    for name, group in list(groups.items()):
-        staying = [one for one in group if stays_unsharded(one.name)]
-        resharded[name] = name != "" and len(staying) < len(group)
-        if resharded[name] and staying:  # as a tensor that another stage has too: it stays with those outside of units
-            groups[name] = [one for one in group if one not in staying]
-            groups.setdefault("", []).extend(staying)
-    sizes = {unit: sum(one.max_local_bytes for one in groups[unit]) for unit in units if unit in groups}
-    joined = join_small(sizes, resharded.__getitem__, joined_bytes)
-    alternating = [_param_states_of(groups, names) for names in joined if resharded[names[0]]]
+    by_name = {one.name: one for one in param_states if one.is_stored_sharded}
+    owners = _owners_of(model, list(by_name.values()))
+    groups = [(unit, [by_name[one.name] for one in unit.movements]) for unit in units]
+    alternating = [group for unit, group in groups if unit.resharded]
     buffers = [_buffer_for(alternating[start::2]) for start in (0, 1)]
     made: dict[str, _Unit] = {}
     turn = 0
-    for names in [*joined, *([("",)] if "" in groups else [])]:
-        group = _param_states_of(groups, names)
-        if resharded[names[0]]:
+    for unit, group in groups:
+        if unit.resharded:
             buffer, turn = buffers[turn], 1 - turn
         else:
             buffer = _buffer_for([group])
         _place_in_buffer(group, buffer.flat)
         sentinels = {id(one.param): _Sentinel.of(one) for one in group}
-        modules = [module for name in names for module in model.get_submodule(name).modules() if name]
+        modules = [module for name in unit.modules for module in model.get_submodule(name).modules() if name]
+        buckets = unshard_buckets(unit, MeshShape.of(executor.mesh))
         joint = _Unit(
-            ", ".join(names),
+            ", ".join(unit.modules),
             group,
             [(*owner, sentinels[id(one.param)]) for one in group for owner in owners[id(one.param)]],
             buffer,
-            unshard_buckets(executor, group),
-            stays_unsharded=not resharded[names[0]],
+            [UnshardBucket(executor, [by_name[name] for name in bucket.names]) for bucket in buckets],
+            stays_unsharded=not unit.resharded,
             modules=modules,
         )
-        made |= dict.fromkeys(names, joint)
+        made |= dict.fromkeys(unit.modules, joint)
     all_units = Units(made)
     _torch.rebind_checkpointed(_unsharded_again)
     _LIVE[id(all_units)] = all_units
     return all_units
-
-
-def _param_states_of(groups: Mapping[str, list[ParamState]], names: Iterable[str]) -> list[ParamState]:
-    return [param_state for name in names for param_state in groups[name]]
 
 
 def _buffer_for(groups: list[list[ParamState]]) -> UnshardedBuffer:

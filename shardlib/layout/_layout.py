@@ -16,7 +16,7 @@ from shardlib._mesh import MeshLike, MeshShape
 from shardlib.errors import LayoutError
 from shardlib.layout import _fit, _picture, _placements, _spec, _text
 from shardlib.layout._dims import Dim, Dims, axes_of_dims, plain
-from shardlib.layout._local import Slices, dim_slices, intervals, put_shard
+from shardlib.layout._local import Slices, dim_slices, intervals, put_shard, replica_id
 from shardlib.layout._text import Memory, Parts
 
 if TYPE_CHECKING:
@@ -369,6 +369,17 @@ class Layout:
         (0,)
         """
         return _uneven_dims(self, tuple(global_shape), MeshShape.of(mesh))
+
+    def replica_id(self, mesh: MeshLike, coordinate: Mapping[str, int]) -> int:
+        """Return the index of a rank among those that hold the same shard, in mesh order: 0 is its owner.
+
+        Of several ranks with the same elements, the owner counts, saves and sends them. JAX numbers the replicas of a
+        shard so, in `Shard.replica_id`.
+
+        >>> [Layout.parse("out@tp in").replica_id("dp=2,tp=2", {"dp": dp, "tp": 1}) for dp in range(2)]
+        [0, 1]
+        """
+        return replica_id(self.axes, dict(MeshShape.of(mesh).items()), coordinate)
 
     def take(self, tensor: torch.Tensor, mesh: MeshLike, coordinate: Mapping[str, int]) -> torch.Tensor:
         """Return the local shard of a global tensor on the rank at `coordinate`: a view where every dim is one slice.

@@ -12,20 +12,30 @@ DTensor agrees, wherever DTensor agrees with itself. On uneven dims whose axes c
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from functools import lru_cache
 from itertools import product
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import torch
 
 from shardlib._mesh import MeshShape
 from shardlib.layout._dims import Dim
 
-__all__ = ["Slices", "dim_slices", "intervals", "put_shard", "runs"]
+__all__ = ["Slices", "dim_slices", "intervals", "put_shard", "replica_id", "runs"]
 
 Slices: TypeAlias = tuple[slice, ...]
 _Range: TypeAlias = tuple[int, int]
+K = TypeVar("K")  # names of axes, or their numbers
+
+
+def replica_id(split: Container[K], mesh: Mapping[K, int], coordinate: Mapping[K, int]) -> int:
+    """Return the index of a rank among those that hold the same shard of a tensor that some axes split."""
+    index = 0
+    for axis, size in mesh.items():
+        if axis not in split:
+            index = index * size + coordinate[axis]
+    return index
 
 
 def intervals(dim: Dim, size: int, mesh: MeshShape, coordinate: Mapping[str, int]) -> tuple[_Range, ...]:

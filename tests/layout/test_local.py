@@ -42,6 +42,20 @@ def test_ranks_that_differ_on_a_splitting_axis_share_nothing(case: Case):
 
 @thorough
 @given(cases())
+def test_each_replica_has_every_element_once(case: Case):
+    full = numbered(case.global_shape)
+    held: dict[int, list[torch.Tensor]] = {}
+    for place in case.coordinates:
+        shard = case.layout.take(full, case.mesh, place).flatten()
+        held.setdefault(case.layout.replica_id(case.mesh, place), []).append(shard)
+    copies = math.prod(n for axis, n in case.mesh.items() if axis not in case.layout.axes)
+    assert sorted(held) == list(range(copies))
+    for shards in held.values():
+        assert torch.equal(torch.cat(shards).sort().values, full.flatten())
+
+
+@thorough
+@given(cases())
 def test_slices_shapes_and_bytes_agree(case: Case):
     shapes = [case.layout.local_shape(case.global_shape, case.mesh, place) for place in case.coordinates]
     slices = [case.layout.local_slices(case.global_shape, case.mesh, place) for place in case.coordinates]

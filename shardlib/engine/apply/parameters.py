@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from shardlib._plan import reshards_after_forward
+from shardlib._plan import units_of, update_buckets
 from shardlib.engine import _torch, offload, ops
 from shardlib.engine.apply.check import input_check
 from shardlib.engine.apply.rank_plan import RankPlan
 from shardlib.engine.apply.shard import ShardedTensors
 from shardlib.engine.comparison import Check, StepComparison
-from shardlib.engine.executor.gather import update_buckets
+from shardlib.engine.executor.gather import UpdateBucket
 from shardlib.engine.gradients import GradientReducer
 from shardlib.engine.params import MutableState, ParamState
 from shardlib.engine.region import Casting, Root
@@ -71,30 +71,26 @@ def install_param_runtime(
     step = rank_plan.plan.step
     if any(one.shard_spec is not None for one in param_states):
         ops.enable(rank_plan.mesh, stored=True)  # as for `float(p.grad.norm())` and `p[0].zero_()`
+    movements = [one.named(movement) for one in param_states for movement in one.movements.values()]
     units = None
     if any(one.is_stored_sharded for one in param_states):
-        units = make_units(
-            model,
-            param_states,
-            rank_plan.plan.units,
-            lambda name: not reshards_after_forward(rank_plan.rows[name], step),
-            rank_plan.executor,
-            joined_bytes=step.joined_bytes,
-        )
+        planned = units_of(movements, rank_plan.plan.units, rank_plan.shape, step)
+        units = make_units(model, param_states, planned, rank_plan.executor)
     reducer = GradientReducer(
         param_states,
         rank_plan.executor,
         rank_plan.data_axes,
-        bucket_bytes=step.bucket_bytes,
-        passes=step.accumulate,
-        dtype=step.reduce_dtype,
+        step,
         everyone=rank_plan.everyone,
         end_pass=None if units is None else units.reshard_all,
         end_step=end_step,
     )
     undo.callback(reducer.remove)
-    deferred = rank_plan.deferred
-    buckets = update_buckets(rank_plan.executor, param_states, bucket_bytes=step.bucket_bytes, deferred=deferred)
+    by_name, deferred = {one.name: one for one in param_states}, rank_plan.deferred
+    buckets = [
+        UpdateBucket(rank_plan.executor, [by_name[name] for name in bucket.names], deferred)
+        for bucket in update_buckets(movements, rank_plan.shape, step, rank_plan.plan.repeated)
+    ]
     updates = Updates(buckets, deferred) if buckets else None
     if units is not None:
         units.set_reducer(reducer)

@@ -6,8 +6,7 @@ A large tensor whose shards are contiguous in memory moves unbucketed, without a
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import TypeVar
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -16,34 +15,7 @@ from shardlib.engine import _torch
 from shardlib.engine.transport import Handle, Transport, Workspace
 from shardlib.layout import ShardSpec
 
-__all__ = ["Bucket", "in_batches"]
-
-T = TypeVar("T")
-
-
-def in_batches(
-    items: Iterable[T],
-    *,
-    alone: Callable[[T], bool],
-    key: Callable[[T], Hashable],
-    size: Callable[[T], int],
-    limit: float,
-) -> list[list[T]]:
-    """Batch items of the same key until they reach a size; batches are in the order in which they become full."""
-    batches: list[list[T]] = []
-    pending: dict[Hashable, list[T]] = {}
-    filled: dict[Hashable, int] = {}
-    for item in items:
-        if alone(item):
-            batches.append([item])
-            continue
-        kind = key(item)
-        pending.setdefault(kind, []).append(item)
-        filled[kind] = filled.get(kind, 0) + size(item)
-        if filled[kind] >= limit:
-            batches.append(pending.pop(kind))
-            del filled[kind]
-    return batches + list(pending.values())
+__all__ = ["Bucket"]
 
 
 class Bucket:
@@ -76,16 +48,6 @@ class Bucket:
         )
         self.total = sum(self.sizes) if self.alone else self.block_numel * transport.count
         self._rows_of: dict[int, list[torch.Tensor]] = {}  # by the address of a packed buffer
-
-    @property
-    def arriving_bytes(self) -> int:
-        """The workspace bytes that a reduction needs for the shards of other ranks; the same on all ranks."""
-        return self.block_numel * (self.transport.count - 1) * self.dtype.itemsize
-
-    @property
-    def packed_bytes(self) -> int:
-        """The bytes of a buffer of all shards; 0 where a tensor moves alone."""
-        return 0 if self.alone else self.total * self.dtype.itemsize
 
     @property
     def shard_numel(self) -> int:

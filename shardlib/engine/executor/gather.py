@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -11,11 +10,11 @@ from torch.distributed.tensor import DTensor
 from shardlib._plan import Purpose, unit_of
 from shardlib.engine import _torch, offload
 from shardlib.engine.executor import Executor
-from shardlib.engine.executor.bucket import Bucket, in_batches
+from shardlib.engine.executor.bucket import Bucket
 from shardlib.engine.params import ParamState, local_of, movements_of
 from shardlib.engine.transport import Handle
 
-__all__ = ["UnshardBucket", "UpdateBucket", "unshard_buckets", "update_buckets"]
+__all__ = ["UnshardBucket", "UpdateBucket"]
 
 
 def _bucket(executor: Executor, param_states: Sequence[ParamState], dtype: torch.dtype, device: torch.device) -> Bucket:
@@ -29,18 +28,6 @@ def _bucket(executor: Executor, param_states: Sequence[ParamState], dtype: torch
 
 
 # --- stored shards, before a unit computes ----------------------------------------------------------------------------
-
-
-def unshard_buckets(executor: Executor, param_states: Sequence[ParamState]) -> list[UnshardBucket]:
-    """Return buckets for the parameters of one unit: large ones unbucketed, the others together."""
-    batches = in_batches(
-        param_states,
-        alone=lambda one: one.is_unbucketed("parameters, forward"),
-        key=lambda one: (one.axes, one.dtype, "stored" in one.offloaded),
-        size=lambda one: one.max_local_bytes,
-        limit=math.inf,
-    )
-    return [UnshardBucket(executor, batch) for batch in batches]
 
 
 class UnshardBucket:
@@ -73,21 +60,6 @@ class UnshardBucket:
 
 
 # --- updated shards, after a step -------------------------------------------------------------------------------------
-
-
-def update_buckets(
-    executor: Executor, param_states: Iterable[ParamState], *, bucket_bytes: int, deferred: Sequence[str]
-) -> list[UpdateBucket]:
-    """Return buckets for parameters not stored in shards whose state is; those of deferred modules apart."""
-    known = frozenset(deferred)
-    batches = in_batches(
-        [one for one in param_states if one.is_updated_sharded],
-        alone=lambda one: one.is_unbucketed("updated parameters"),
-        key=lambda one: (one.axes, one.dtype, bool(unit_of(one.names, known))),
-        size=lambda one: one.max_local_bytes,
-        limit=bucket_bytes,
-    )
-    return [UpdateBucket(executor, batch, known) for batch in batches]
 
 
 class UpdateBucket:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,11 +13,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from shardlib._plan import Bucket as PlannedBucket
 from shardlib._plan import Movement
 from shardlib.engine import _torch
 from shardlib.engine.executor import Executor
 from shardlib.engine.executor.bucket import Bucket
-from shardlib.engine.params import Axes, ParamState, local_of, movements_of
+from shardlib.engine.params import Axes, ParamState, local_of
 from shardlib.engine.transport import Handle
 from shardlib.layout import ShardSpec
 
@@ -27,7 +29,6 @@ __all__ = [
     "ReduceBucket",
     "ReduceScatterBucket",
     "Slot",
-    "travels_alone",
 ]
 
 
@@ -121,7 +122,8 @@ class ReduceBucket(ABC):
         axes: the mesh axes over which the gradients are summed.
         slots: the gradients.
         dtype: the dtype in which the gradients are sent.
-        like: a parameter with the layouts of those in the bucket, which may be empty.
+        planned: the bucket of the plan, or one of the same form where this one is empty.
+        like: the first parameter of that bucket.
         flags: the number of flags that the bucket carries if it closes a backward pass: which gradients a rank has.
         missing: the number of gradients that the running backward pass has yet to make.
         begun: whether the bucket has been sent in the running backward pass.
@@ -132,15 +134,16 @@ class ReduceBucket(ABC):
     axes: Axes
     slots: list[Slot]
     dtype: torch.dtype
+    planned: PlannedBucket
     like: ParamState
     flags: int = 0
     missing: int = 0
     begun: bool = False
 
-    @property
+    @functools.cached_property
     def workspace_bytes(self) -> int:
-        """The workspace bytes of the bucket while it is pending; ranks with smaller local shapes may need fewer."""
-        return 0
+        """The workspace bytes that the bucket may need while it is pending; the same on all ranks."""
+        return self.planned.workspace_bytes if self.slots else 0
 
     @property
     def scale(self) -> float:
@@ -172,8 +175,8 @@ class ReduceBucket(ABC):
     def drop(self) -> None:
         """Wait for the pending reduction and drop it, when the next backward pass begins after one that has raised."""
 
-    def _movements(self) -> Iterator[Movement]:
-        return movements_of((slot.param_state for slot in self.slots), "gradients")
+    def _movements(self) -> tuple[Movement, ...]:
+        return self.planned.movements if self.slots else ()
 
     def _gradients(self) -> list[torch.Tensor | None]:
         """Return local gradients in the compute layout, but for the partial sums that this bucket reduces."""
@@ -218,7 +221,7 @@ class AllReduceBucket(ReduceBucket):
     work: Any = None
 
     def __post_init__(self) -> None:
-        if not travels_alone(self.slots) or self.flags:
+        if self.flags or not (self.planned.alone and self.like.memory.is_contiguous()):
             self.sizes = [slot.param_state.max_local_numel for slot in self.slots]
         self._views: dict[int, list[torch.Tensor]] = {}  # by the address of the buffer
 
@@ -226,10 +229,6 @@ class AllReduceBucket(ReduceBucket):
     def is_packed(self) -> bool:
         """Whether the gradients are copied into a buffer."""
         return bool(self.sizes) or bool(self.flags)
-
-    @property
-    def workspace_bytes(self) -> int:
-        return (sum(self.sizes) + self.flags) * self.dtype.itemsize
 
     def begin(self, flags: torch.Tensor | None) -> None:
         self.sent = self._packed(flags)
@@ -364,10 +363,6 @@ class ReduceScatterBucket(ReduceBucket):
         self.bucket = Bucket(specs, transport, self.dtype, device, self.executor.workspace)
         self.remaining_axes = tuple(axis for axis in self.axes if axis not in self.like.axes)
 
-    @property
-    def workspace_bytes(self) -> int:
-        return self.bucket.arriving_bytes + self.bucket.packed_bytes
-
     def begin(self, flags: torch.Tensor | None) -> None:
         self.sent = [_dense(grad, slot.param_state) for slot, grad in zip(self.slots, self._gradients(), strict=True)]
         if flags is not None:
@@ -444,11 +439,6 @@ class ReduceScatterBucket(ReduceBucket):
             elif is_used(slot):
                 param_state.param.grad = param_state.wrap(shard)  # type: ignore[assignment]
         self.out, self.shards = None, []
-
-
-def travels_alone(slots: Sequence[Slot]) -> bool:
-    """Tell whether a bucket is one gradient, which is reduced without a copy."""
-    return len(slots) == 1 and slots[0].param_state.is_unbucketed("gradients")
 
 
 def _dense(grad: torch.Tensor | None, param_state: ParamState) -> torch.Tensor:

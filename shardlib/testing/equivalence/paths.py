@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from torch import nn
 
 from shardlib.engine.compile import repeated_blocks
-from shardlib.engine.executor.reduce import travels_alone
 from shardlib.engine.sharded import record_of
 
 __all__ = ["Paths", "paths_of"]
@@ -60,7 +59,7 @@ def paths_of(model: nn.Module, *, at_scale: bool) -> Paths:
     record = record_of(model)
     units = [] if record.units is None else list(dict.fromkeys(record.units.units.values()))
     buckets = record.reducer.buckets
-    alone = sum(travels_alone(bucket.slots) for bucket in buckets)
+    alone = sum(bucket.planned.alone for bucket in buckets if bucket.slots)
     updates = [] if record.updates is None else record.updates.buckets
     split = any(record.plan.mesh[axis] > 1 for axis in record.plan.mesh.model_axes)
     return Paths(
