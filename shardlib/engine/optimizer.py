@@ -143,7 +143,7 @@ def _inspect(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: di
     params = [p for group in optimizer.param_groups for p in group["params"]]
     found = records_of(params)
     records = [record for record in found if record.looks_after_steps]
-    if _torch.depth_of_step(optimizer) == 1:
+    if _torch.class_of_step(optimizer) is _torch.classes_with_step(type(optimizer))[0]:
         known = param_states_of(found)
         unknown = [p for p in params if id(p) not in known]
         _refuse_replaced(unknown, len(params))
@@ -165,7 +165,7 @@ def _before_step(
     """Let a stand-in step for an optimizer with parameters of a sharded model; the last pre-hook."""
     if isinstance(optimizer, _StandIn):
         return None
-    kind = _kind_of(type(optimizer), _torch.depth_of_step(optimizer))
+    kind = _kind_of(type(optimizer), _torch.class_of_step(optimizer))
     if kind is None:
         return None
     closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer itself
@@ -182,13 +182,13 @@ def _before_step(
     return (step.stand_in, *rest), kwargs
 
 
-def _kind_of(optimizer: type[torch.optim.Optimizer], depth: int) -> Optimizer | None:
-    """Return what the `depth`th of nested steps needs; None if a nested step needs it."""
-    stepping = [kind for kind in optimizer.__mro__ if "step" in vars(kind)]
-    current, bases = stepping[depth - 1], stepping[depth:]
+def _kind_of(optimizer: type[torch.optim.Optimizer], current: type) -> Optimizer | None:
+    """Return what the step of a class needs, which runs; None if that of a base class needs it, which it calls."""
+    classes = _torch.classes_with_step(optimizer)
+    bases = classes[classes.index(current) + 1 :]
     if any(kind in _KNOWN for kind in bases) and _torch.calls_step_of_base(current):
         return None
-    if depth == 1 and optimizer in _KNOWN:
+    if current is classes[0] and optimizer in _KNOWN:
         return _KNOWN[optimizer]
     if current in _KNOWN and not _overrides_more(optimizer, current):
         return _KNOWN[current]

@@ -32,7 +32,8 @@ private(
 
 __all__ = [
     "calls_step_of_base",
-    "depth_of_step",
+    "class_of_step",
+    "classes_with_step",
     "hook_around_step",
     "hooks_of",
     "is_hooked",
@@ -41,26 +42,24 @@ __all__ = [
 ]
 
 
+_running: dict[int, list[type]] = {}  # by the id of an optimizer: the classes whose steps run, as they were called
+
+
+def class_of_step(optimizer: torch.optim.Optimizer) -> type:
+    """Return the class whose step of an optimizer runs: the first that defines one, or a base whose step it calls."""
+    running = _running.get(id(optimizer))
+    return running[-1] if running else classes_with_step(type(optimizer))[0]
+
+
+def classes_with_step(kind: type) -> list[type]:
+    """List the classes that define a step of their own, a class before its bases."""
+    return [each for each in kind.__mro__ if "step" in vars(each)]
+
+
 def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
     """Run an optimizer's own step, which `Optimizer.profile_hook_step` has wrapped (2.13.0)."""
-    type(optimizer).step.__wrapped__(optimizer)  # type: ignore[attr-defined]
-
-
-_HOOKED_STEP = torch.optim.Optimizer.profile_hook_step(lambda self: None).__code__  # type: ignore[attr-defined]
-
-
-def depth_of_step(optimizer: torch.optim.Optimizer) -> int:
-    """Count the calls of an optimizer's step that are running, those of its base classes included; hooks ask.
-
-    The stack tells, since a step that raises calls no hook. All steps share the code of `profile_hook_step`.
-    """
-    frame = inspect.currentframe()
-    depth = 0
-    while frame is not None:
-        if frame.f_code is _HOOKED_STEP and frame.f_locals.get("self") is optimizer:
-            depth += 1
-        frame = frame.f_back
-    return depth
+    step: Any = type(optimizer).step
+    getattr(step, "named", step).__wrapped__(optimizer)
 
 
 def is_hooked(optimizer: torch.optim.Optimizer, before: Callable[..., Any]) -> bool:
@@ -72,23 +71,35 @@ def hook_around_step(optimizer: torch.optim.Optimizer, before: Callable[..., Any
     """Let hooks be the last before and the first after each step that runs, those of base classes included.
 
     They are registered once, under a key of their own, and move past hooks that a user has added since. torch lets a
-    class call hooks when the first optimizer of exactly that class is made.
+    class call hooks when the first optimizer of exactly that class is made; base classes call them from here on.
     """
     hooks_before: Any = optimizer._optimizer_step_pre_hooks
     hooks_after: Any = optimizer._optimizer_step_post_hooks
     hooks_before[before], hooks_after[after] = before, after
     hooks_before.move_to_end(before)
     hooks_after.move_to_end(after, last=False)
-    for kind in type(optimizer).__mro__:
-        step = vars(kind).get("step")
-        if step is not None and kind is not torch.optim.Optimizer and not hasattr(step, "hooked"):
-            patch((kind, "step"), functools.partial(_hooked, kind, step))
+    for kind in classes_with_step(type(optimizer))[1:]:
+        if kind is not torch.optim.Optimizer and not hasattr(vars(kind)["step"], "named"):
+            patch((kind, "step"), functools.partial(_name_step, kind, vars(kind)["step"]))
 
 
-def _hooked(kind: Any, step: Callable[..., Any]) -> Callable[[], None]:
-    """Let the step of a class call hooks, as torch does for the class of each optimizer that it makes."""
-    kind.step = torch.optim.Optimizer.profile_hook_step(step)  # type: ignore[attr-defined]
-    kind.step.hooked = True
+def _name_step(kind: Any, step: Any) -> Callable[[], None]:
+    """Let the step of a base class call hooks, as that of each optimizer's class does, and say that it runs."""
+    hooked = step if hasattr(step, "hooked") else torch.optim.Optimizer.profile_hook_step(step)  # type: ignore[attr-defined]
+
+    @functools.wraps(hooked)
+    def named(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        running = _running.setdefault(id(optimizer), [])
+        running.append(kind)
+        try:
+            return hooked(optimizer, *args, **kwargs)
+        finally:
+            running.pop()
+            if not running:
+                del _running[id(optimizer)]
+
+    kind.step = named
+    kind.step.hooked, kind.step.named = True, hooked
     return functools.partial(setattr, kind, "step", step)
 
 
