@@ -32,8 +32,8 @@ from shardlib.engine.borders import moved
 from shardlib.engine.full_step import MASTER, FullTensorStep
 from shardlib.engine.lost import naming_lost_ranks
 from shardlib.engine.params import ParamState, local_of
-from shardlib.engine.schedule import Updates, updates_of, wait_for_updates
-from shardlib.engine.sharded import Sharded, param_states_of, records_of
+from shardlib.engine.schedule import Updates
+from shardlib.engine.sharded import Sharded, param_states_of, records_of, updates_of, wait_for_updates
 from shardlib.errors import ShardingError, warn
 
 __all__ = [

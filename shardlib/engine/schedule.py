@@ -9,7 +9,7 @@ next forward runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -17,9 +17,8 @@ from torch import nn
 
 from shardlib.engine.executor.gather import UpdateBucket
 from shardlib.engine.executor.reduce import AllReduceBucket, GradientBucket, ReduceBucket
-from shardlib.engine.sharded import records_of
 
-__all__ = ["Reductions", "RunOrder", "Updates", "updates_of", "wait_for_updates", "wait_in_model"]
+__all__ = ["Reductions", "RunOrder", "Updates", "wait_in_model"]
 
 T = TypeVar("T")
 
@@ -188,17 +187,6 @@ class Updates:
         """Gather gradients for optimizers that need them full. Collective over the axes that split them."""
         ids = set(map(id, params))
         return [pair for bucket in self.buckets if not ids.isdisjoint(bucket.ids) for pair in bucket.full_gradients()]
-
-
-def wait_for_updates(params: Iterable[torch.Tensor]) -> None:
-    """Wait until parameters have the values of the last step."""
-    for updates in updates_of(params):
-        updates.wait()
-
-
-def updates_of(params: Iterable[torch.Tensor]) -> list[Updates]:
-    """Return the `Updates` of the models of some parameters."""
-    return [record.updates for record in records_of(params) if record.updates is not None]
 
 
 def wait_in_model(updates: Updates, model: nn.Module) -> list[Any]:

@@ -27,7 +27,17 @@ if TYPE_CHECKING:
     from shardlib.engine.schedule import Updates
     from shardlib.engine.units import Units
 
-__all__ = ["Sharded", "is_sharded", "keep", "param_state_of", "param_states_of", "record_of", "records_of"]
+__all__ = [
+    "Sharded",
+    "is_sharded",
+    "keep",
+    "param_state_of",
+    "param_states_of",
+    "record_of",
+    "records_of",
+    "updates_of",
+    "wait_for_updates",
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,3 +134,14 @@ def record_of(model: nn.Module) -> Sharded:
             "call shardlib.shard_model(model, mesh, rules) first."
         )
     return record
+
+
+def wait_for_updates(params: Iterable[torch.Tensor]) -> None:
+    """Wait until parameters have the values of the last step."""
+    for updates in updates_of(params):
+        updates.wait()
+
+
+def updates_of(params: Iterable[torch.Tensor]) -> list[Updates]:
+    """Return the `Updates` of the models of some parameters."""
+    return [record.updates for record in records_of(params) if record.updates is not None]

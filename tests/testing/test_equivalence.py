@@ -21,7 +21,7 @@ from shardlib import MeshShape, Rules
 from shardlib.engine.sharded import is_sharded
 from shardlib.errors import InputError, MeshError, RuleError
 from shardlib.testing import models
-from shardlib.testing.equivalence import NotEquivalentError, Report, assert_equivalent, compare, equivalent, train
+from shardlib.testing.equivalence import NotEquivalentError, Report, assert_equivalent, compare, equivalent
 from shardlib.testing.equivalence.case import Case
 from shardlib.testing.mutants import prove
 from shardlib.testing.mutants._mutant import after_sharding, transformer
@@ -529,7 +529,7 @@ def test_complex_buffers_stay_complex(dtype: torch.dtype):
     rules = {"up": "colwise", "down": "rowwise"}
     report = assert_equivalent(Turned, rows, "dp=2,tp=2", rules, dtype=dtype)
     assert not [warning for warning in report.warnings if "imaginary" in warning]
-    assert train.in_dtype(Turned(), torch.float64).turn.dtype is torch.complex128
+    assert twins.in_dtype(Turned(), torch.float64).turn.dtype is torch.complex128
 
 
 def test_a_model_on_meta():

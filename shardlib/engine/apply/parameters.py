@@ -12,12 +12,13 @@ from shardlib._plan import units_of, update_buckets
 from shardlib.engine import _torch, offload, ops
 from shardlib.engine.apply.check import input_check
 from shardlib.engine.apply.rank_plan import RankPlan
+from shardlib.engine.apply.root import Root
 from shardlib.engine.apply.shard import ShardedTensors
+from shardlib.engine.casting import Casting
 from shardlib.engine.comparison import Check, StepComparison
 from shardlib.engine.executor.gather import UpdateBucket
 from shardlib.engine.gradients import GradientReducer
 from shardlib.engine.params import MutableState, ParamState
-from shardlib.engine.region import Casting, Root
 from shardlib.engine.schedule import Updates, wait_in_model
 from shardlib.engine.undo import Undo
 from shardlib.engine.units import Units, make_units

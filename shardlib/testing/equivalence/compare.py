@@ -19,24 +19,15 @@ from shardlib._mesh import MeshShape
 from shardlib._progress import Progress
 from shardlib.engine import _torch, agree, ops, plan_of
 from shardlib.engine._torch import flatten_with_path, pytree
-from shardlib.engine.schedule import wait_for_updates
-from shardlib.engine.sharded import is_sharded
+from shardlib.engine.sharded import is_sharded, wait_for_updates
 from shardlib.errors import InputError
 from shardlib.layout import Layout
 from shardlib.testing.equivalence import measure, parts
 from shardlib.testing.equivalence.case import Case
 from shardlib.testing.equivalence.paths import Paths, paths_of
 from shardlib.testing.equivalence.precision import Coarsest
-from shardlib.testing.equivalence.train import (
-    Run,
-    Twins,
-    all_twins,
-    cast,
-    elsewhere,
-    is_pipeline,
-    named_tensors,
-    single_device,
-)
+from shardlib.testing.equivalence.train import Run, cast, elsewhere, is_pipeline, named_tensors
+from shardlib.testing.equivalence.twins import Twins, all_twins, single_device
 
 __all__ = ["KINDS", "START", "Key", "Measured", "compare", "in_order", "limits", "wrong"]
 

@@ -14,13 +14,14 @@ from torch.distributed.tensor import DTensor
 
 from shardlib._progress import Progress
 from shardlib.engine import agree
-from shardlib.engine.schedule import wait_for_updates
+from shardlib.engine.sharded import wait_for_updates
 from shardlib.testing.equivalence import cause, measure, parts
 from shardlib.testing.equivalence.case import Case
 from shardlib.testing.equivalence.cause import Evidence
 from shardlib.testing.equivalence.compare import START, Key, Measured, compare, limits, wrong
 from shardlib.testing.equivalence.trace import Call, Side, Trace, Where
-from shardlib.testing.equivalence.train import Run, Trained, Twins, named_tensors, twins
+from shardlib.testing.equivalence.train import Run, Trained, named_tensors
+from shardlib.testing.equivalence.twins import Twins, twins
 
 __all__ = ["Origin", "locate"]
 

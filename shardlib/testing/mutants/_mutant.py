@@ -12,7 +12,7 @@ from unittest import mock
 from torch import nn
 
 from shardlib.testing import models
-from shardlib.testing.equivalence import train
+from shardlib.testing.equivalence import twins
 
 __all__ = ["Mutant", "after_sharding", "replaced", "transformer"]
 
@@ -83,14 +83,14 @@ def after_sharding(spoil: Callable[[nn.Module], Any]) -> Callable[[], AbstractCo
 
     @contextmanager
     def planted() -> Iterator[None]:
-        make = train._sharded
+        make = twins._sharded
 
         def sharded(*args: Any, **kwargs: Any) -> nn.Module:
             model = make(*args, **kwargs)
             spoil(model)
             return model
 
-        with mock.patch.object(train, "_sharded", sharded):
+        with mock.patch.object(twins, "_sharded", sharded):
             yield
 
     return planted
