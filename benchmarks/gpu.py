@@ -172,7 +172,7 @@ def train(size: Size, case: Case, data: list[Batch]) -> Trained:
     total = torch.stack(losses) / dist.get_world_size()
     dist.all_reduce(total)
     weights = sl.full_state_dict(model)
-    eagerly = any("runs eagerly" in note for note in sl.plan_of(model).notes)
+    eagerly = any("runs eagerly" in note for note in sl.get_plan(model).notes)
     return Trained(total, {name: value.to(DEVICE, torch.float64) for name, value in weights.items()}, eagerly)
 
 

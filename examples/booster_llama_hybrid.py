@@ -114,7 +114,7 @@ def train(args: argparse.Namespace, device: torch.device, folder: Path) -> dict[
     model, optimizer, _, dataloader, lr_scheduler = booster.boost(
         model, optimizer, dataloader=dataloader, lr_scheduler=lr_scheduler
     )
-    console.print(sl.plan_of(model).table())
+    console.print(sl.get_plan(model).table())
 
     losses = []
     with progress(console) as bar:

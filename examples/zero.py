@@ -64,7 +64,7 @@ def train(args, transforms: list, text: Text) -> tuple[list[float], dict[str, in
         losses.append(over_ranks(loss.detach()))
     data = set(sl.MeshShape.of(mesh).data_axes)
     sent = sum(c.sent for c in log.collectives if c.axes and set(c.axes) <= data)
-    return losses, {**held(model, optimizer), "sent": sent}, sl.plan_of(model)
+    return losses, {**held(model, optimizer), "sent": sent}, sl.get_plan(model)
 
 
 def planned(plan: sl.Plan) -> dict[str, int]:

@@ -6,26 +6,20 @@ long to import as torch, and a program that only offers shardlib as one of its o
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import lazy_loader
 
 from shardlib import _supported as _supported  # refuses an older torch before anything else is imported
-from shardlib.errors import warn
 
 __version__ = "0.1.0"
 _offered, _, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
-# Names that are to go from here, each with the module that has it.
-_MOVED = dict.fromkeys(("LazyInitContext", "Pipe", "balance_by_size", "balance_by_time"), "shardlib.booster")
-
 
 def __getattr__(name: str) -> Any:
-    if name not in _MOVED:
-        return _offered(name)
-    warn(f"shardlib.{name} is {_MOVED[name]}.{name}, and is to go from here. Import it from there.", FutureWarning)
-    return getattr(importlib.import_module(_MOVED[name]), name)
+    from shardlib._renamed import RENAMED, renamed
+
+    return renamed(__name__, name) if name in RENAMED else _offered(name)
 
 
 def __dir__() -> list[str]:

@@ -123,8 +123,8 @@ def rank_groups(name: str, shape: MeshShape) -> list[list[int]]:
     """
     if name not in _GROUPS:
         raise MeshError(
-            f'Axis "{name}" has no rank groups of its own; put @shardlib.register_axis("{name}", kind=...) over the '
-            f"function that makes them.{nearest(name, _GROUPS)}"
+            f'Axis "{name}" has no rank groups of its own; put @shardlib.axes.register_axis("{name}", kind=...) over '
+            f"the function that makes them.{nearest(name, _GROUPS)}"
         )
     made = _GROUPS[name](shape)
     try:
@@ -570,13 +570,13 @@ def _check_axes(pairs: list[tuple[str, Any]]) -> None:
         if name not in _KINDS:
             raise MeshError(
                 f'Mesh "{text}": axis "{name}" is of no known kind; known are {_listed(_KINDS)}. For an axis of your '
-                f'own call shardlib.register_axis("{name}", kind="data" or "model" or "pipeline") first.'
+                f'own call shardlib.axes.register_axis("{name}", kind="data" or "model" or "pipeline") first.'
                 f"{nearest(name, _KINDS)}"
             )
         if _KINDS[name] == "overlay":
             raise MeshError(
                 f'Mesh "{text}": "{name}" is an overlay, which is not an axis of a mesh; leave it out, '
-                f"and open its groups with shardlib.axis_groups({name!r}, mesh)."
+                f"and open its groups with shardlib.axes.axis_groups({name!r}, mesh)."
             )
         if isinstance(size, bool) or not isinstance(size, int) or (size < 1 and size != -1):
             raise MeshError(f'Mesh "{text}": axis "{name}" has size {size!r}; give a positive integer, or -1 once.')

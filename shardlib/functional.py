@@ -176,7 +176,7 @@ class _OnTorch:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.plan: Plan = torch_engine.plan_of(model)
+        self.plan: Plan = torch_engine.get_plan(model)
         self._own = dict(model.named_parameters())
 
     def __call__(self, params: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -192,7 +192,7 @@ class _OnTorch:
 class _TorchStep:
     def __init__(self, model: nn.Module, optimizer: Any, loss: Loss) -> None:
         self.model, self.loss = model, loss
-        self.mesh = torch_engine.plan_of(model).mesh
+        self.mesh = torch_engine.get_plan(model).mesh
         make = optimizer.of_torch if isinstance(optimizer, AdamW) else optimizer
         if not callable(make):
             raise InputError(

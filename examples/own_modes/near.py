@@ -19,7 +19,7 @@ import shardlib as sl
 HOSTS = 2
 
 
-@sl.register_axis("near", kind="model")
+@sl.axes.register_axis("near", kind="model")
 def near(shape: sl.MeshShape) -> list[list[int]]:
     """Ranks of one host, in groups as long as the axis."""
     hosts = [list(range(host, shape.world_size, HOSTS)) for host in range(HOSTS)]
@@ -52,7 +52,7 @@ def main() -> None:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    (group,) = sl.axis_groups("near", mesh)
+    (group,) = sl.axes.axis_groups("near", mesh)
     print(f"rank {os.environ['RANK']}: its tensor parallel group is {list(group.ranks)}, loss {loss.item():.4f}")
 
 

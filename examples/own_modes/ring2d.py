@@ -16,8 +16,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import shardlib as sl
 
-sl.register_axis("down", kind="model")
-sl.register_axis("across", kind="model")
+sl.axes.register_axis("down", kind="model")
+sl.axes.register_axis("across", kind="model")
 BOTH = ("down", "across")
 SPLIT = {
     "batch": "across",
@@ -29,7 +29,9 @@ SPLIT = {
 }
 
 
-@sl.register_tensor_mode("ring2d", axes="down=q,across=q", description="features over two rings, the stream over one")
+@sl.rules.register_tensor_mode(
+    "ring2d", axes="down=q,across=q", description="features over two rings, the stream over one"
+)
 def ring2d(rules: sl.Rules) -> sl.Rules:
     named = rules.mode("grid")
     axes = {dim: axes for dim, axes in SPLIT.items() if dim in named.dim_names}
@@ -48,7 +50,7 @@ def main() -> None:
         use_cache=False,
     )
     model = LlamaForCausalLM(config)
-    sl.shard_model(model, sl.tensor_mode("ring2d").mesh_shape(4), sl.layouts.for_model(model, "ring2d"))
+    sl.shard_model(model, sl.rules.tensor_mode("ring2d").mesh_shape(4), sl.layouts.for_model(model, "ring2d"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     text = torch.tensor(list(b"to be or not to be, that is the question: " * 4))
     for step in range(20):

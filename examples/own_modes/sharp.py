@@ -47,7 +47,7 @@ class SharpnessAware(NonPipelineSchedule):
         batch = next(data_iter)
         super().forward_backward_step(engine, iter([batch]), *asked)
         params = [param for param in engine.model.parameters() if param.grad is not None]
-        scale = self.rho / (sl.get_grad_norm(engine.model) + 1e-12)
+        scale = self.rho / (sl.booster.get_grad_norm(engine.model) + 1e-12)
         before = [param.detach().clone() for param in params]
         with torch.no_grad():
             for param in params:

@@ -24,7 +24,7 @@ from shardlib.trainer import BaseGradientHandler, initialize, launch_from_torch,
 PER_HOST = 2
 
 
-@sl.register_axis("levels", kind="overlay")
+@sl.axes.register_axis("levels", kind="overlay")
 def levels(shape: sl.MeshShape) -> list[list[int]]:
     """Hosts first, then ranks that have the same place on their hosts."""
     ranks = range(shape.world_size)
@@ -36,7 +36,7 @@ class TwoLevels:
     """Sums a bucket of gradients over all ranks."""
 
     def __init__(self, mesh: Any) -> None:
-        self.host, self.others = sl.axis_groups("levels", mesh)
+        self.host, self.others = sl.axes.axis_groups("levels", mesh)
 
     def __call__(self, bucket: GradientBucket) -> None:
         count = len(self.host.ranks)
@@ -54,7 +54,7 @@ class TwoLevelsHandler(BaseGradientHandler):
 
     def __init__(self, model: nn.Module, optimizer: Any) -> None:
         super().__init__(model, optimizer)
-        self.sum = TwoLevels(sl.plan_of(model).mesh)
+        self.sum = TwoLevels(sl.get_plan(model).mesh)
 
     def reduce(self, bucket: GradientBucket) -> None:
         self.sum(bucket)

@@ -112,7 +112,7 @@ class PlanTable:
         """List what a training step sends or copies between the phases of each tensor, in the order of the rows.
 
         Two facts are not in the table. The optimizer is named by an argument. Gradients that are partial sums over
-        model axes are known after a dry run (`shardlib.plan(..., example=batch)`), and in `plan_of(model)` after the
+        model axes are known after a dry run (`shardlib.plan(..., example=batch)`), and in `get_plan(model)` after the
         first backward pass.
 
         Args:

@@ -33,7 +33,7 @@ from shardlib.booster._stages import PipelineStageManager
 from shardlib.booster.config import Config
 from shardlib.booster.launch import Launched, launch, launch_from_openmpi, launch_from_slurm, launch_from_torch
 from shardlib.booster.pipe import Pipe, balance_by_size, balance_by_time
-from shardlib.engine import OptimizerWrapper
+from shardlib.engine import OptimizerWrapper, clip_grad_value_, get_grad_norm
 
 ModelWrapper = BoostedModule
 
@@ -71,10 +71,12 @@ __all__ = [
     "TorchFSDPPlugin",
     "balance_by_size",
     "balance_by_time",
+    "clip_grad_value_",
     "disable_existing_loggers",
     "get_accelerator",
     "get_current_device",
     "get_dist_logger",
+    "get_grad_norm",
     "launch",
     "launch_from_openmpi",
     "launch_from_slurm",

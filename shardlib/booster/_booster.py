@@ -19,7 +19,7 @@ from shardlib.booster._optimizer import BoostedOptimizer, Carried
 from shardlib.booster._plugins import OneProcess, Plugin
 from shardlib.booster._precision import Transforms, mixed_precision_of
 from shardlib.booster._recompute import leave_to_plan
-from shardlib.engine import agree, no_sync, pipeline_step, plan_of, shard_model
+from shardlib.engine import agree, get_plan, no_sync, pipeline_step, shard_model
 from shardlib.engine._torch import pytree
 from shardlib.errors import InputError, MeshError, PlanError, ShardingError
 
@@ -149,7 +149,7 @@ class Booster(GeneralCheckpointIO):
         if boosted is not None and lr_scheduler is not None:
             boosted.follow(lr_scheduler)
         if self.plugin.verbose and (not dist.is_initialized() or dist.get_rank() == 0):
-            print(plan_of(model))
+            print(get_plan(model))
         return model, boosted, criterion, dataloader, lr_scheduler
 
     def _transforms(self, model: nn.Module) -> Transforms:
@@ -205,7 +205,7 @@ class Booster(GeneralCheckpointIO):
             ShardingError: no optimizer, while gradients are enabled.
             StageError: a stage has raised; raised on all ranks.
         """
-        if plan_of(model).stages == ():
+        if get_plan(model).stages == ():
             raise PlanError(
                 f"execute_pipeline: {self.plugin!r} has no stages. Give HybridParallelPlugin(pp_size=2, "
                 "num_microbatches=4), or call model, criterion and booster.backward yourself."

@@ -12,7 +12,7 @@ from shardlib.booster._options import met, recipe, refused
 from shardlib.booster._plugins import OVERLAPS, HybridParallelPlugin
 from shardlib.booster._precision import Transforms
 from shardlib.errors import MeshError, PlanError
-from shardlib.transforms import capacity
+from shardlib.transforms import expert_capacity
 
 __all__ = ["MoeHybridParallelPlugin"]
 
@@ -22,7 +22,7 @@ class MoeHybridParallelPlugin(HybridParallelPlugin):
     """`HybridParallelPlugin`, with the experts of a model spread over `ep_size` ranks of those that are left for data:
     these carry different examples, and tokens go to their experts. ZeRO divides experts among the ranks that hold the
     same ones, and all else among all data ranks. With `capacity_factor` tokens that ask too much of an expert are
-    dropped (`shardlib.capacity`).
+    dropped (`shardlib.expert_capacity`).
 
     >>> MoeHybridParallelPlugin(ep_size=4, tp_size=2, zero_stage=1, precision="bf16").mesh_shape()
     MeshShape("dp=-1,ep=4,tp=2")
@@ -52,7 +52,7 @@ class MoeHybridParallelPlugin(HybridParallelPlugin):
         return self.custom_policy if self.custom_policy is None and self.ep_size > 1 else super()._policy()
 
     def transforms(self, model: nn.Module) -> Transforms:
-        limit = () if self.capacity_factor is None else (capacity(self.capacity_factor),)
+        limit = () if self.capacity_factor is None else (expert_capacity(self.capacity_factor),)
         return (*((experts_are_spread,) if self.ep_size > 1 else ()), *limit, *super().transforms(model))
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from shardlib._plan import Row, rows_by_name
-from shardlib.engine import OptimizerWrapper, plan_of
+from shardlib.engine import OptimizerWrapper, get_plan
 from shardlib.engine.apply import names_here
 from shardlib.errors import InputError, ShardingError
 
@@ -85,7 +85,7 @@ class BoostedOptimizer(OptimizerWrapper):
         It was computed then, so that any rank may ask alone. It is that of unscaled gradients, where ColossalAI returns
         the scaled ones'. None before the first clipping, as with ColossalAI's plugins other than `LowLevelZeroPlugin`:
         without one no norm is computed. `max_norm=float("inf")` of a plugin computes it in each step and clips nothing;
-        `shardlib.get_grad_norm(model)` computes it once, on all ranks together.
+        `shardlib.booster.get_grad_norm(model)` computes it once, on all ranks together.
 
         Args:
             norm_type: the order of the norm, as it was for clipping; None is that one.
@@ -99,7 +99,7 @@ class BoostedOptimizer(OptimizerWrapper):
         if norm_type not in (None, order):
             raise InputError(
                 f"get_grad_norm(norm_type={norm_type}) was asked for, and gradients were clipped by the norm of order "
-                f"{order}. Ask for that one, or call shardlib.get_grad_norm(model, {norm_type}) on all ranks."
+                f"{order}. Ask for that one, or call shardlib.booster.get_grad_norm(model, {norm_type}) on all ranks."
             )
         return norm.item()
 
@@ -187,7 +187,7 @@ class Carried:
         self.optimizer.state.clear()
         made = make(self.optimizer, model)
         if self.state:
-            rows = rows_by_name(plan_of(model).rows)
+            rows = rows_by_name(get_plan(model).rows)
             state = {here[name]: _in_dtype_of(rows[name], own) for name, own in self.state.items() if name in here}
             made.load_state_dict({"state": state, "param_groups": _described(self.optimizer, groups)})
         return made

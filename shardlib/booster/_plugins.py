@@ -24,7 +24,7 @@ from shardlib.booster._stages import PipelineStageManager
 from shardlib.engine.groups import group_over
 from shardlib.errors import MeshError, PlanError, nearest
 from shardlib.rules import Balanced, Rules, tensor_mode
-from shardlib.transforms import LossScale, Transform, fit, fsdp, hsdp, offload, pipeline, replicate, zero
+from shardlib.transforms import LossScale, Transform, fit_memory, fsdp, hsdp, offload, pipeline, replicate, zero
 
 __all__ = [
     "OVERLAPS",
@@ -54,8 +54,8 @@ _SEQUENCE_MODES = {"split_gather": "sequence", "ring": "sequence", "all_to_all":
 
 # What scripts read of ColossalAI's plugins and is not here, each with what to write.
 _NOT_HERE = {
-    "shard_config": "rules give the layout of a model on the mesh, and shardlib.plan_of(model) is the resolved plan. A "
-    "loss on unsharded logits needs no change",
+    "shard_config": "rules give the layout of a model on the mesh, and shardlib.get_plan(model) is the resolved plan. "
+    "A loss on unsharded logits needs no change",
     "sp_size": "only HybridParallelPlugin shards a sequence over ranks of its own",
     "logger": "call get_dist_logger()",
 }
@@ -451,14 +451,14 @@ class GeminiPlugin(_WithPrecision, DPPluginBase):
         offload_optim_frac   fraction of the optimizer's state in host memory
         offload_param_frac   fraction of the sharded parameters and gradients in host memory; their state is there too
 
-    With `placement_policy="auto"` as little as possible is offloaded (`shardlib.fit`): everything except activations
-    may use the fraction `steady_cuda_cap_ratio` of `memory_budget`, by default the memory of the device. Where the
-    device is a CPU, nothing is offloaded without a budget.
+    With `placement_policy="auto"` as little as possible is offloaded (`shardlib.fit_memory`): everything except
+    activations may use the fraction `steady_cuda_cap_ratio` of `memory_budget`, by default the memory of the device.
+    Where the device is a CPU, nothing is offloaded without a budget.
 
     >>> GeminiPlugin(precision="bf16", offload_optim_frac=0.5).transforms(nn.Linear(2, 2))
     (zero(3), precision("bf16"), offload(fraction=0.5))
     >>> GeminiPlugin(placement_policy="auto", memory_budget=40e9).transforms(nn.Linear(2, 2))[-1]
-    fit(36000000000)
+    fit_memory(36000000000)
     """
 
     chunk_config_dict: Any = met(_CHUNKS, default=None)
@@ -481,7 +481,7 @@ class GeminiPlugin(_WithPrecision, DPPluginBase):
     hidden_dim: Any = met(_CHUNKS, default=None)
     min_chunk_size_m: float = met(_CHUNKS, default=32)
     memstats: Any = met(
-        "sl.plan_of(model).memory() computes it; the fractions determine what is offloaded.", default=None
+        "sl.get_plan(model).memory() computes it; the fractions determine what is offloaded.", default=None
     )
     gpu_margin_mem_ratio: float = met("the fractions determine what is offloaded.", default=0.0)
     tp_size: int = 1
@@ -546,7 +546,7 @@ class GeminiPlugin(_WithPrecision, DPPluginBase):
     def _away(self) -> Transforms:
         if self.placement_policy == "auto":
             budget = _device_memory() if self.memory_budget is None else self.memory_budget
-            return () if budget is None else (fit(budget * self.steady_cuda_cap_ratio),)
+            return () if budget is None else (fit_memory(budget * self.steady_cuda_cap_ratio),)
         state = (offload("state", fraction=self.offload_optim_frac),) if self.offload_optim_frac else ()
         return (*state, *((offload("all", fraction=self.offload_param_frac),) if self.offload_param_frac else ()))
 

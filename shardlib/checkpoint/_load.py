@@ -369,7 +369,7 @@ class _Work:
         from shardlib.engine import apply
 
         if self.model is not None and apply.is_sharded(self.model):
-            return apply.plan_of(self.model).mesh
+            return apply.get_plan(self.model).mesh
         return MeshShape(dp=self.everyone.size)
 
     # The change.

@@ -66,7 +66,7 @@ def known(model: nn.Module) -> Known:
     names = {id(param): first.get(name, name) for name, param in model.named_parameters()}
     if not apply.is_sharded(model):
         return Known(names, {}, None)
-    rows = rows_by_name(apply.plan_of(model).rows)
+    rows = rows_by_name(apply.get_plan(model).rows)
     return Known(names, rows, apply.record_of(model).mesh, elsewhere(model))
 
 

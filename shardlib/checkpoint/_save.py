@@ -423,7 +423,7 @@ def shardlib_version() -> str:
 def _about(everyone: Peers, model: Any) -> dict[str, Any]:
     from shardlib.engine import apply
 
-    plan = apply.plan_of(model) if model is not None and apply.is_sharded(model) else None
+    plan = apply.get_plan(model) if model is not None and apply.is_sharded(model) else None
     return {
         "shardlib": shardlib_version(),
         "torch": torch.__version__,

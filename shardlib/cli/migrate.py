@@ -1,4 +1,4 @@
-"""`shardlib migrate`: scripts for ColossalAI or fairscale, with their imports rewritten."""
+"""`shardlib migrate`: scripts for ColossalAI, fairscale or an earlier shardlib, with their imports rewritten."""
 
 from __future__ import annotations
 
@@ -125,10 +125,8 @@ def _summary(files: list[_File], *, written: bool) -> str:
     changed = sum(file.changes for file in files)
     left = sum(remark.left for file in files for remark in file.after.remarks)
     if not any(file.after.found for file in files):
-        where = f'"{files[0].path}" imports' if len(files) == 1 else f"None of {len(files)} files imports"
-        said = (
-            f"{where} nothing of ColossalAI or fairscale." if len(files) == 1 else f"{where} ColossalAI or fairscale."
-        )
+        where = f'"{files[0].path}" has' if len(files) == 1 else f"{len(files)} files have"
+        said = f"{where} nothing of ColossalAI or fairscale, and no former name of shardlib."
     else:
         does = (
             ("was written" if changed == 1 else "were written")

@@ -1,4 +1,4 @@
-"""The imports of a script for ColossalAI or fairscale, rewritten; nothing is run, and no other line changes."""
+"""A script for ColossalAI, fairscale or an earlier shardlib, with its imports rewritten; nothing of it is run."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from shardlib._renamed import RENAMED, Renamed
 from shardlib.booster._options import Options, refused_keywords
 from shardlib.errors import nearest
 
@@ -42,7 +43,7 @@ class Remark:
 
 @dataclass(frozen=True)
 class Rewritten:
-    """A script with its imports rewritten. `found`: it imports something of ColossalAI or fairscale."""
+    """A script with its imports rewritten. `found`: it has something of ColossalAI or fairscale, or a former name."""
 
     text: str
     remarks: tuple[Remark, ...]
@@ -50,7 +51,8 @@ class Rewritten:
 
 
 def rewrite(source: str) -> Rewritten:
-    """Return a script with imports of shardlib in the place of those of ColossalAI and fairscale.
+    """Return a script with imports of shardlib in the place of those of ColossalAI and fairscale, and with the present
+    names of shardlib in the place of former ones.
 
     What has no counterpart here keeps its import, and a remark says what to do. So does a keyword of a plugin that is
     refused. A script that has been rewritten is returned as it is, with the same remarks.
@@ -60,6 +62,8 @@ def rewrite(source: str) -> Rewritten:
 
     >>> rewrite("from colossalai.booster.plugin import GeminiPlugin  # ours").text
     'from shardlib.booster import GeminiPlugin  # ours'
+    >>> rewrite("import shardlib as sl; plan = sl.plan_of(model)").text
+    'import shardlib as sl; plan = sl.get_plan(model)'
     >>> rewrite("from fairscale.optim import OSS").remarks[0].advice[:35]
     'Take the torch.optim class itself; '
     """
@@ -138,7 +142,8 @@ class _Script:
             else:
                 self._rewrite_from(node, some)
         self._note_calls(nodes)
-        return Rewritten(self._edited(), tuple(sorted(self.remarks)), bool(found))
+        renamed = [self._rename_ours(node) for node in nodes]
+        return Rewritten(self._edited(), tuple(sorted(self.remarks)), bool(found) or any(renamed))
 
     # What a statement imports
 
@@ -190,6 +195,29 @@ class _Script:
                 self._left(at, name, advice)
         part.kept = bool(lost)
         return part
+
+    def _rename_ours(self, node: ast.Import | ast.ImportFrom) -> bool:
+        """Rewrite names that `shardlib` no longer offers; tell whether there are any."""
+        scope, found = self._scope(node), False
+        if isinstance(node, ast.Import):
+            for alias in (alias for alias in node.names if alias.name == "shardlib"):
+                for chain in _chains(scope, alias.asname or alias.name):
+                    if len(chain) > 1 and isinstance(chain[1], ast.Attribute) and chain[1].attr in RENAMED:
+                        new, found = RENAMED[chain[1].attr], True
+                        module = new.module.replace("shardlib", alias.asname or alias.name, 1)
+                        self._replace(chain[1], f"{module}.{new.call}")
+            return found
+        if node.module != "shardlib" or not any(alias.name in RENAMED for alias in node.names):
+            return False
+        froms: dict[str, list[str]] = {}
+        for alias in node.names:
+            new = RENAMED.get(alias.name, Renamed("shardlib", alias.name))
+            froms.setdefault(new.module, []).append(f"{new.name} as {alias.asname}" if alias.asname else new.name)
+            for chain in _chains(scope, alias.asname or alias.name):
+                self._replace(chain[0], new.call.replace(new.name, alias.asname or new.name, 1))
+        start, end = self._range(node)
+        self.edits[start, end] = self._statements(start, end, [], {key: _unique(names) for key, names in froms.items()})
+        return True
 
     def _scope(self, node: ast.AST) -> ast.AST:
         while not isinstance(node, (*_FUNCTIONS, ast.Module)):
@@ -311,7 +339,7 @@ class _Script:
                 )
 
     def _note_keywords(self, call: ast.Call, module: str, name: str) -> None:
-        made = getattr(importlib.import_module(module), name, None)
+        made = None if name in RENAMED else getattr(importlib.import_module(module), name, None)
         if not (isinstance(made, type) and issubclass(made, Options)):
             return
         known = {option.name: option.default for option in fields(made)}  # type: ignore[arg-type]
@@ -349,6 +377,10 @@ class _Script:
         for (start, end), text in sorted(self.edits.items(), reverse=True):
             data = data[:start] + text.encode() + data[end:]
         return data.decode()
+
+
+def _unique(names: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(names))
 
 
 _UNKNOWN = object()

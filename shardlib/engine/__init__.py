@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from shardlib.engine.apply import apply_plan, no_sync, plan_of, shard_model
+from shardlib.engine.apply import apply_plan, get_plan, no_sync, shard_model
 from shardlib.engine.dryrun import plan
 from shardlib.engine.exact import exact_random
 from shardlib.engine.gradients import GradientBucket
 from shardlib.engine.norms import clip_grad_norm_, clip_grad_value_, get_grad_norm
-from shardlib.engine.optimizer import register_elementwise, register_per_tensor
+from shardlib.engine.optimizer import register_optimizer
 from shardlib.engine.pipeline.step import PipelineStep, pipeline_step
 from shardlib.engine.recording import record_collectives
-from shardlib.engine.reduction import reduce_gradients_by
+from shardlib.engine.reduction import register_gradient_reduction
 from shardlib.engine.state import full_state_dict
 from shardlib.engine.wrapper import OptimizerWrapper
 
@@ -24,13 +24,12 @@ __all__ = [
     "exact_random",
     "full_state_dict",
     "get_grad_norm",
+    "get_plan",
     "no_sync",
     "pipeline_step",
     "plan",
-    "plan_of",
     "record_collectives",
-    "reduce_gradients_by",
-    "register_elementwise",
-    "register_per_tensor",
+    "register_gradient_reduction",
+    "register_optimizer",
     "shard_model",
 ]

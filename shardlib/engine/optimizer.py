@@ -19,7 +19,7 @@ import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar, overload
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -34,13 +34,12 @@ from shardlib.engine.lost import naming_lost_ranks
 from shardlib.engine.params import ParamState, local_of
 from shardlib.engine.schedule import Updates
 from shardlib.engine.sharded import Sharded, param_states_of, records_of, updates_of, wait_for_updates
-from shardlib.errors import ShardingError, warn
+from shardlib.errors import InputError, ShardingError, warn
 
 __all__ = [
     "FUSED_DTYPES",
     "FUSED_SGD_DTYPES",
-    "register_elementwise",
-    "register_per_tensor",
+    "register_optimizer",
     "stepping_through_wrapper",
     "steps_whole_tensors",
     "watch_optimizers",
@@ -75,32 +74,46 @@ _STEP_HAS_NO_GRAPH = (
 _replaced: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter that sharding has replaced in its model -> its name
 
 
-def register_elementwise(optimizer: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
-    """Register an optimizer of your own as element-wise, so that it may step on local shards. Usable as a decorator.
+Kind = TypeVar("Kind", bound=type[torch.optim.Optimizer])
+Needs: TypeAlias = Literal["shard", "tensor"]
+_NEEDS: dict[Needs, Optimizer] = {"shard": "elementwise", "tensor": "per_tensor"}
 
-    Element-wise: each element of the update depends on that same element of parameter, gradient and state alone.
-    Adam is; LAMB (norms of full tensors), Adafactor (row and column sums) and Muon (full matrices) are not.
 
-    >>> @register_elementwise
+@overload
+def register_optimizer(optimizer: Kind, *, needs: Needs) -> Kind: ...
+@overload
+def register_optimizer(*, needs: Needs) -> Callable[[Kind], Kind]: ...
+
+
+def register_optimizer(optimizer: Any = None, *, needs: Needs) -> Any:
+    """Register the class of an optimizer of your own, by what its step needs of a parameter, its gradient and state.
+
+    Usable as a decorator. Without a registration, an optimizer gets full gradients on every rank, and is refused where
+    parameters are stored in shards.
+
+    Args:
+        optimizer: the class; without it, a decorator is returned.
+        needs: "shard" where each element of the update depends on that same element of parameter, gradient and state
+            alone, as in Adam: it then steps on local shards. "tensor" where the update depends on one whole tensor, as
+            in LAMB, which takes norms, or Muon: it then gets full tensors, each on one rank. An optimizer that reads
+            several parameters at once, as for a common step size, is neither.
+
+    Raises:
+        InputError: `needs` is another word, or `optimizer` is no class of optimizers.
+
+    >>> @register_optimizer(needs="shard")
     ... class SignSGD(torch.optim.SGD):
     ...     pass
     """
-    _KNOWN[optimizer] = "elementwise"
-    return optimizer
-
-
-def register_per_tensor(optimizer: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
-    """Register an optimizer of your own that updates each parameter from that parameter's gradient and state alone.
-
-    It then gets full tensors where the plan shards them, each on one rank, so that norms and matrices are the same as
-    on one device. LAMB and Muon are such optimizers; one that reads several parameters at once (for a common step size)
-    is not. Usable as a decorator.
-
-    >>> @register_per_tensor
-    ... class Lars(torch.optim.SGD):
-    ...     pass
-    """
-    _KNOWN[optimizer] = "per_tensor"
+    if needs not in _NEEDS:
+        raise InputError(f"register_optimizer(needs={needs!r}): give one of {', '.join(map(repr, _NEEDS))}.")
+    if optimizer is None:
+        return functools.partial(register_optimizer, needs=needs)
+    if not (isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)):
+        raise InputError(
+            f"register_optimizer was given {optimizer!r}; give a class, a subclass of torch.optim.Optimizer."
+        )
+    _KNOWN[optimizer] = _NEEDS[needs]
     return optimizer
 
 
@@ -513,9 +526,8 @@ def _step_on_gathered_gradients(step: _Step) -> bool:
         raise ShardingError(
             f"{name} steps on parameters that are stored in shards or in low precision, or whose state is on the host "
             f'(the first is "{refused.name}"), and shardlib does not know whether it can. If each element of its '
-            f"update depends on that element alone, call shardlib.register_elementwise({name}); if on that full "
-            f"tensor, shardlib.register_per_tensor({name}). Else train with zero(1) or zero(2), without precision and "
-            "offload."
+            f'update depends on that element alone, call shardlib.register_optimizer({name}, needs="shard"); if on '
+            'that full tensor, needs="tensor". Else train with zero(1) or zero(2), without precision and offload.'
         )
     for updates in updates_of(step.params):
         updates.wait()
@@ -536,8 +548,8 @@ def _warn_of_full_state(name: str) -> None:
     warn(
         f"The plan shards optimizer state over data axes, but shardlib does not know whether {name} can step on "
         f"shards: every rank keeps all of its state and steps on full tensors. Say what it needs: "
-        f"shardlib.register_elementwise({name}) if each element of its update depends on that element alone, "
-        f"shardlib.register_per_tensor({name}) if on one full tensor.",
+        f'shardlib.register_optimizer({name}, needs="shard") if each element of its update depends on that element '
+        'alone, needs="tensor" if on one full tensor.',
     )
 
 

@@ -11,7 +11,7 @@ from shardlib.engine.gradients import GradientBucket
 from shardlib.engine.sharded import record_of
 from shardlib.errors import PlanError
 
-__all__ = ["Reduction", "reduce_gradients_by"]
+__all__ = ["Reduction", "register_gradient_reduction"]
 
 
 Reduction = Callable[[GradientBucket], Any]
@@ -19,7 +19,7 @@ Reduction = Callable[[GradientBucket], Any]
 returns a `Work` or a `Future` whose `wait()` does so."""
 
 
-def reduce_gradients_by(model: nn.Module, reduction: Reduction | None) -> None:
+def register_gradient_reduction(model: nn.Module, reduction: Reduction | None) -> None:
     """Sum gradients over the data axes with a function, in the place of the all-reduce.
 
     The reducer calls the function for each bucket while backward runs, on all ranks in the same order, and divides the
@@ -38,16 +38,18 @@ def reduce_gradients_by(model: nn.Module, reduction: Reduction | None) -> None:
         ...     sent = bucket.tensor.bfloat16()
         ...     dist.all_reduce(sent, group=bucket.group)
         ...     bucket.tensor.copy_(sent)
-        >>> reduce_gradients_by(model, in_bfloat16)  # doctest: +SKIP
+        >>> register_gradient_reduction(model, in_bfloat16)  # doctest: +SKIP
     """
     reducer = record_of(model).reducer
     sharded = next((state.name for state in reducer.param_states if state.shard_spec is not None), None)
     if reduction is not None and sharded is not None:
         raise PlanError(
-            f'reduce_gradients_by: the plan shards gradient or state of "{sharded}" over data axes, where a rank gets '
-            "the reduced gradient of its own shard alone. Leave out zero, fsdp and hsdp; to compress their gradients, "
-            'pass shardlib.precision(..., reduce="bfloat16").'
+            f'register_gradient_reduction: the plan shards gradient or state of "{sharded}" over data axes, where a '
+            "rank gets the reduced gradient of its own shard alone. Leave out zero, fsdp and hsdp; to compress their "
+            'gradients, pass shardlib.precision(..., reduce="bfloat16").'
         )
     if reduction is not None and not callable(reduction):
-        raise PlanError(f"reduce_gradients_by was given {reduction!r}; give a function that takes a GradientBucket.")
+        raise PlanError(
+            f"register_gradient_reduction was given {reduction!r}; give a function that takes a GradientBucket."
+        )
     reducer.reductions.reduce_by(reduction)

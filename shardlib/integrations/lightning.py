@@ -27,7 +27,7 @@ from torchmetrics import Metric
 from shardlib._mesh import MeshLike, MeshShape, join_torchrun
 from shardlib._mesh import mesh as make_mesh
 from shardlib.booster import LazyInitContext
-from shardlib.engine import OptimizerWrapper, full_state_dict, no_sync, plan_of, shard_model
+from shardlib.engine import OptimizerWrapper, full_state_dict, get_plan, no_sync, shard_model
 from shardlib.engine.apply import is_sharded
 from shardlib.engine.groups import group_over
 from shardlib.errors import CheckpointError, InputError, MeshError, ShardingError, nearest
@@ -189,7 +189,7 @@ class ShardlibStrategy(DDPStrategy):
 
     @property
     def sharded_module(self) -> nn.Module:
-        """The module of the LightningModule that is sharded, or will be: for `shardlib.plan_of`, say."""
+        """The module of the LightningModule that is sharded, or will be: for `shardlib.get_plan`, say."""
         assert self.lightning_module is not None
         return sharded_part(self.lightning_module)
 
@@ -247,7 +247,7 @@ class ShardlibStrategy(DDPStrategy):
         """A module that is sharded stays as it is: by this strategy, by an equal one, or by the user with this mesh."""
         if _sharded_with.get(part) == asked:
             return
-        mesh = plan_of(part).mesh
+        mesh = get_plan(part).mesh
         if part in _sharded_with or mesh != self.mesh_shape or self.rules is not None or self.transforms:
             raise ShardingError(
                 f'{type(part).__name__} is sharded already, on mesh "{mesh}", and this strategy asks for mesh '

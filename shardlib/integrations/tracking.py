@@ -10,7 +10,7 @@ from pathlib import Path
 from torch import nn
 
 from shardlib._plan import Plan
-from shardlib.engine import plan_of
+from shardlib.engine import get_plan
 
 __all__ = ["PlanReport", "report", "shows_text"]
 
@@ -53,7 +53,7 @@ def report(model: nn.Module) -> PlanReport:
     >>> print(found.text.splitlines()[1])
     Plan on dp=1 (1 rank): 2 tensors, 10 parameters, 40 B
     """
-    plan = plan_of(model)
+    plan = get_plan(model)
     memory = plan.memory()
     sent: Counter[str] = Counter()
     for each in plan.traffic():

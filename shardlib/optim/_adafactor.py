@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from shardlib.engine.optimizer import register_per_tensor
+from shardlib.engine.optimizer import register_optimizer
 from shardlib.optim._step import refuse
 
 __all__ = ["Adafactor", "DistributedAdaFactor"]
@@ -18,7 +18,7 @@ __all__ = ["Adafactor", "DistributedAdaFactor"]
 _SCALED = "torch's Adafactor scales each step by the size of its tensor, and lets it shrink with 1/sqrt(t)."
 
 
-@register_per_tensor
+@register_optimizer(needs="tensor")
 class Adafactor(torch.optim.Adafactor):
     r"""`torch.optim.Adafactor`.
 

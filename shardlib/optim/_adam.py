@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.optim.adam import adam
 
-from shardlib.engine.optimizer import register_elementwise
+from shardlib.engine.optimizer import register_optimizer
 from shardlib.optim._step import Closure, has_kernel, loss_of, refuse, with_gradients
 
 __all__ = ["CPUAdam", "FusedAdam", "HybridAdam"]
@@ -109,7 +109,7 @@ def _uncorrected(param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any],
     param.add_(state["exp_avg"] / (square.sqrt() + group["eps"]) * -group["lr"])
 
 
-@register_elementwise
+@register_optimizer(needs="shard")
 class HybridAdam(_Adam):
     r"""AdamW, or Adam, on parameters on the host and on a device: each is updated on its device, by a fused kernel.
 
@@ -163,7 +163,7 @@ class HybridAdam(_Adam):
         super().__init__(model_params, lr, bias_correction, betas, eps, weight_decay, adamw_mode)
 
 
-@register_elementwise
+@register_optimizer(needs="shard")
 class CPUAdam(HybridAdam):
     """`HybridAdam` under its name for parameters that are all on the host.
 
@@ -172,7 +172,7 @@ class CPUAdam(HybridAdam):
     """
 
 
-@register_elementwise
+@register_optimizer(needs="shard")
 class FusedAdam(_Adam):
     """`HybridAdam` with the arguments in Apex's order.
 

@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-from shardlib.engine.optimizer import register_per_tensor
+from shardlib.engine.optimizer import register_optimizer
 from shardlib.errors import InputError
 from shardlib.optim._step import Closure, checked, loss_of, with_gradients
 
 __all__ = ["CAME", "DistributedCAME"]
 
 
-@register_per_tensor
+@register_optimizer(needs="tensor")
 class CAME(torch.optim.Optimizer):
     r"""CAME. Averages of squares are factored into rows and columns for a matrix, and full for other tensors.
 

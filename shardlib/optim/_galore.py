@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardlib.engine.optimizer import register_per_tensor
+from shardlib.engine.optimizer import register_optimizer
 from shardlib.errors import InputError, nearest
 from shardlib.optim._step import Closure, checked, loss_of, with_gradients
 
@@ -55,7 +55,7 @@ def get_galore_param_groups(
     return [group for group in groups if group["params"]]
 
 
-@register_per_tensor
+@register_optimizer(needs="tensor")
 class GaLoreAdamW(torch.optim.Optimizer):
     r"""GaLore with AdamW. In groups with a `rank` matrices are projected; everything else is trained by AdamW.
 

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from shardlib.engine.norms import clip_grad_norm_
-from shardlib.engine.optimizer import register_per_tensor
+from shardlib.engine.optimizer import register_optimizer
 from shardlib.optim._step import Closure, checked, loss_of, refuse, with_gradients
 
 __all__ = ["DistributedLamb", "FusedLAMB", "Lamb"]
 
 
-@register_per_tensor
+@register_optimizer(needs="tensor")
 class Lamb(torch.optim.Optimizer):
     r"""LAMB.
 
@@ -97,7 +97,7 @@ def _ratio(param: torch.Tensor, direction: torch.Tensor, group: dict[str, Any]) 
     return torch.where((param_norm > 0) & (step > 0), param_norm / step, one)
 
 
-@register_per_tensor
+@register_optimizer(needs="tensor")
 class DistributedLamb(Lamb):
     """`Lamb` with the defaults that ColossalAI's distributed one has; on one device it is the same.
 
@@ -117,7 +117,7 @@ class DistributedLamb(Lamb):
         super().__init__(params, lr, betas, eps, weight_decay, bias_correction=bias_correction)
 
 
-@register_per_tensor
+@register_optimizer(needs="tensor")
 class FusedLAMB(Lamb):
     """`Lamb` with the arguments and defaults of Apex's.
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from shardlib.engine.optimizer import register_per_tensor
+from shardlib.engine.optimizer import register_optimizer
 from shardlib.optim._step import Closure, checked, loss_of, with_gradients
 
 __all__ = ["Lars"]
 
 
-@register_per_tensor
+@register_optimizer(needs="tensor")
 class Lars(torch.optim.Optimizer):
     r"""LARS.
 

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch.optim.sgd import sgd
 
-from shardlib.engine.optimizer import FUSED_SGD_DTYPES, register_elementwise
+from shardlib.engine.optimizer import FUSED_SGD_DTYPES, register_optimizer
 from shardlib.optim._step import Closure, has_kernel, loss_of, with_gradients
 
 __all__ = ["FusedSGD"]
 
 
-@register_elementwise
+@register_optimizer(needs="shard")
 class FusedSGD(torch.optim.SGD):
     r"""SGD with momentum, by torch's fused kernel where the parameter's device has it.
 

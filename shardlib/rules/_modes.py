@@ -58,6 +58,6 @@ def _chosen(rules: Rules, names: tuple[str, ...]) -> Iterator[Mapping[str, Any]]
             what = f'the rules "{rules.description}"' if rules.description else "these rules"
             raise RuleError(
                 f'"{name}" was asked for as a mode of {what}; {has}. Use one of them, say it in Rules(..., modes=...), '
-                f"or register it with @shardlib.register_tensor_mode.{nearest(name, (*rules.modes, *registered))}"
+                f"or register it with @shardlib.rules.register_tensor_mode.{nearest(name, (*rules.modes, *registered))}"
             )
         yield rules.modes[name]

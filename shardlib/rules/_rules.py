@@ -236,7 +236,7 @@ class Rules:
         if mode.transforms:
             raise RuleError(
                 f'Tensor mode "{name}" brings the transforms {mode.transforms}, which rules cannot hold. Take both '
-                f"from shardlib.tensor_mode({name!r}): its rules(...) and its transforms."
+                f"from shardlib.rules.tensor_mode({name!r}): its rules(...) and its transforms."
             )
         return mode.rules(self)
 

@@ -152,7 +152,7 @@ def tensor_mode(name: str) -> TensorMode:
     if name not in _REGISTERED:
         raise RuleError(
             f'No tensor mode is called "{name}"; there are {", ".join(map(repr, _REGISTERED))}. Register one with '
-            f"@shardlib.register_tensor_mode({name!r}), in a module that is imported before."
+            f"@shardlib.rules.register_tensor_mode({name!r}), in a module that is imported before."
             f"{nearest(name, _REGISTERED)}"
         )
     return _REGISTERED[name]

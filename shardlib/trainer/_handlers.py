@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from shardlib.booster import BoostedOptimizer
-from shardlib.engine import GradientBucket, reduce_gradients_by
+from shardlib.engine import GradientBucket, register_gradient_reduction
 from shardlib.errors import PlanError, nearest
 from shardlib.trainer._registry import Registry
 
@@ -67,8 +67,8 @@ class BaseGradientHandler:
             raise NotImplementedError(f"{type(self).__name__} has neither handle_gradient nor reduce.")
 
     def reduce(self, bucket: GradientBucket) -> Any:
-        """Replace the all-reduce over data ranks in a subclass; see `reduce_gradients_by`. Runs for each bucket during
-        backward."""
+        """Replace the all-reduce over data ranks in a subclass; see `register_gradient_reduction`. Runs for each bucket
+        during backward."""
         raise NotImplementedError
 
     @classmethod
@@ -143,4 +143,4 @@ def _let_reduce(model: nn.Module, handlers: list[BaseGradientHandler]) -> None:
         names = " and ".join(type(handler).__name__ for handler in handlers)
         raise PlanError(f"The config names {names}, which both reduce gradients; name one of them.")
     for handler in handlers:
-        reduce_gradients_by(model, handler.reduce)
+        register_gradient_reduction(model, handler.reduce)

@@ -226,7 +226,7 @@ def _of_stage(zero: Mapping[str, Any]) -> dict[str, Any]:
 def _of_older(model: Mapping[str, Any], optimizer: Mapping[str, Any]) -> dict[str, Any]:
     """Check keywords of the older API: a sharded model in float16, its optimizer with copies in float32."""
     known = {
-        "shard_strategy": (None, "the plan divides each tensor by its dims; sl.plan_of(model) shows how."),
+        "shard_strategy": (None, "the plan divides each tensor by its dims; sl.get_plan(model) shows how."),
         "gradient_predivide_factor": (1.0, "gradients are summed and then divided, in one place."),
     }
     acting = ("tensor_placement_policy", "fp32_reduce_scatter", "reduce_scatter_bucket_size_mb", "reuse_fp16_shard")

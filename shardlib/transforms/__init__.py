@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from shardlib._plan import LossScale
+from shardlib._renamed import renamed
 from shardlib.transforms._accumulate import accumulate
-from shardlib.transforms._capacity import capacity
-from shardlib.transforms._fit import fit
+from shardlib.transforms._capacity import expert_capacity
+from shardlib.transforms._fit import fit_memory
 from shardlib.transforms._fsdp import fsdp, hsdp
 from shardlib.transforms._offload import offload
 from shardlib.transforms._pipeline import pipeline
@@ -22,9 +25,9 @@ __all__ = [
     "Pipeline",
     "Transform",
     "accumulate",
-    "capacity",
     "checkpoint_activations",
-    "fit",
+    "expert_capacity",
+    "fit_memory",
     "fsdp",
     "hsdp",
     "offload",
@@ -35,3 +38,7 @@ __all__ = [
     "spread",
     "zero",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    return renamed(__name__, name)

@@ -9,10 +9,10 @@ from shardlib._plan import Plan, expert_rows
 from shardlib.errors import PlanError
 from shardlib.transforms._transform import Transform
 
-__all__ = ["Capacity", "capacity"]
+__all__ = ["Capacity", "expert_capacity"]
 
 
-def capacity(factor: float) -> Transform:
+def expert_capacity(factor: float) -> Transform:
     """Limit the tokens that a rank sends to each expert to `factor` times the average.
 
     An expert takes the first `ceil(factor * tokens * choices / experts)` choices of a rank, all first choices before
@@ -26,19 +26,21 @@ def capacity(factor: float) -> Transform:
         PlanError: a factor that is not positive; applied to a plan, experts that no expert axis of more than one rank
             splits.
 
-    >>> capacity(1.25)
-    capacity(1.25)
+    >>> expert_capacity(1.25)
+    expert_capacity(1.25)
     """
     if isinstance(factor, bool) or not isinstance(factor, int | float) or not factor > 0:
-        raise PlanError(f"capacity({factor!r}): give a positive number, such as 1.25; to drop nothing leave it out.")
+        raise PlanError(
+            f"expert_capacity({factor!r}): give a positive number, such as 1.25; to drop nothing leave it out."
+        )
     return Capacity(float(factor))
 
 
 @dataclass(frozen=True, repr=False)
 class Capacity(Transform):
-    """The transform that `capacity` returns."""
+    """The transform that `expert_capacity` returns."""
 
-    call: ClassVar[str] = "capacity"
+    call: ClassVar[str] = "expert_capacity"
     leading: ClassVar[int] = 1
     factor: float
 
@@ -49,5 +51,7 @@ class Capacity(Transform):
                 'tokens that are sent to experts. Give the mesh an axis ep, and a rule such as "expert@ep out in".'
             )
         if plan.step.capacity_factor not in (None, self.factor):
-            raise PlanError(f"{self}: the plan has capacity({plan.step.capacity_factor}) already; choose one of them.")
+            raise PlanError(
+                f"{self}: the plan has expert_capacity({plan.step.capacity_factor}) already; choose one of them."
+            )
         return plan.replace(step=plan.step.replace(capacity_factor=self.factor))

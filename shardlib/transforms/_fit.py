@@ -14,7 +14,7 @@ from shardlib.transforms._choose import add_note
 from shardlib.transforms._offload import put_on_host
 from shardlib.transforms._transform import Transform
 
-__all__ = ["fit"]
+__all__ = ["fit_memory"]
 
 _CHEAPEST_FIRST: tuple[tuple[Phase, ...], ...] = (("state",), ("state", "stored", "grad"))
 _UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12} | {
@@ -25,12 +25,12 @@ _UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12} | {
 }
 
 
-def fit(budget: float | str, *, state_tensors: int = 2) -> Transform:
+def fit_memory(budget: float | str, *, state_tensors: int = 2) -> Transform:
     """Offload to host memory until each rank fits a budget of device memory.
 
     The cheapest tensors are offloaded first: optimizer state, which is updated on the host, the largest tensors first;
     then stored shards of parameters and their gradients, which are copied to the device whenever they are used. A plan
-    that fits is not changed. Apply `fit` after transforms that shard and that change precision.
+    that fits is not changed. Apply `fit_memory` after transforms that shard and that change precision.
 
     Args:
         budget: bytes of device memory for one rank's parameters, gradients, state, buffers and workspace of a step
@@ -45,10 +45,10 @@ def fit(budget: float | str, *, state_tensors: int = 2) -> Transform:
     >>> made = sl.plan(nn.Linear(1000, 1000), "dp=4", {"**": None}) | sl.zero(2)
     >>> made.memory().device + made.memory().buckets
     10019000
-    >>> fitted = made | fit("9MB")
+    >>> fitted = made | fit_memory("9MB")
     >>> fitted["weight"].state.memory, fitted.memory().device + fitted.memory().buckets
     ('host', 8019000)
-    >>> (made | fit("11MB")).rows == made.rows
+    >>> (made | fit_memory("11MB")).rows == made.rows
     True
     """
     return _Fit(_bytes(budget), state_tensors)
@@ -56,7 +56,7 @@ def fit(budget: float | str, *, state_tensors: int = 2) -> Transform:
 
 @dataclass(frozen=True, repr=False)
 class _Fit(Transform):
-    call: ClassVar[str] = "fit"
+    call: ClassVar[str] = "fit_memory"
 
     budget: int
     state_tensors: int = 2
@@ -121,5 +121,5 @@ def _bytes(budget: float | str) -> int:
     except (ValueError, TypeError, KeyError):
         number = -1.0
     if isinstance(budget, bool) or not 0 < number < float("inf"):
-        raise PlanError(f'fit({budget!r}): give bytes of device memory, such as "40GB", "40GiB" or 40e9.')
+        raise PlanError(f'fit_memory({budget!r}): give bytes of device memory, such as "40GB", "40GiB" or 40e9.')
     return int(number)

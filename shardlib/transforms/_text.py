@@ -8,11 +8,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from shardlib._plan import LossScale
-from shardlib.errors import PlanError, nearest
+from shardlib._renamed import RENAMED
+from shardlib.errors import PlanError, nearest, warn
 from shardlib.transforms._accumulate import accumulate
-from shardlib.transforms._capacity import capacity
+from shardlib.transforms._capacity import expert_capacity
 from shardlib.transforms._choose import quoted
-from shardlib.transforms._fit import fit
+from shardlib.transforms._fit import fit_memory
 from shardlib.transforms._fsdp import fsdp, hsdp
 from shardlib.transforms._offload import offload
 from shardlib.transforms._pipeline import pipeline
@@ -32,12 +33,12 @@ _KNOWN: Mapping[str, Callable[..., Transform]] = {
         hsdp,
         replicate,
         offload,
-        fit,
+        fit_memory,
         precision,
         checkpoint_activations,
         accumulate,
         pipeline,
-        capacity,
+        expert_capacity,
     )
 }
 _INNER: Mapping[str, Callable[..., Any]] = {"LossScale": LossScale}
@@ -77,6 +78,9 @@ def _transform(node: ast.expr, text: str) -> Transform:
 def _called(node: ast.expr, text: str, known: Mapping[str, Callable[..., Any]]) -> Any:
     call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
     name = ast.unparse(call.func)
+    if (new := RENAMED.get(name)) is not None and new.name in known:
+        warn(f'In the text of a transform, "{name}" is to go: write "{new.name}".', FutureWarning)
+        name = new.name
     if name not in known:
         raise _unread(text, f'"{name}" is not a transform', nearest(name, known))
     if any(isinstance(each, ast.Starred) for each in call.args) or any(word.arg is None for word in call.keywords):

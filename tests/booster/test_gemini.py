@@ -30,7 +30,7 @@ def test_auto_keeps_to_its_budget_and_takes_no_more_than_a_fraction_would():
 
 def test_the_share_of_the_budget_is_said():
     plugin = GeminiPlugin(placement_policy="auto", memory_budget=1e9, steady_cuda_cap_ratio=0.5)
-    assert plugin.transforms(nn.Linear(2, 2))[-1] == sl.fit(0.5e9)
+    assert plugin.transforms(nn.Linear(2, 2))[-1] == sl.fit_memory(0.5e9)
     # One memory, and nothing said of it: nothing goes.
     assert len(GeminiPlugin(placement_policy="auto", precision="fp32").transforms(nn.Linear(2, 2))) == 1
 

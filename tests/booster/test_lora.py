@@ -187,7 +187,7 @@ def run(name: str, folder: str, first: int, last: int) -> dict[str, torch.Tensor
     model, optimizer, *_ = booster.boost(model, adamw(model.parameters()))
     if first:
         booster.load_optimizer(optimizer, f"{folder}/optimizer")
-    shape = sl.plan_of(model).mesh
+    shape = sl.get_plan(model).mesh
     place = shape.data_place(shape.coordinate(dist.get_rank()))
     for step in range(first, last):
         optimizer.zero_grad()

@@ -45,14 +45,6 @@ from shardlib.testing.models import Tokens
 from tests.booster.training import ROWS, VOCAB, gpt, loss_of
 from tests.engine.whole import whole
 
-
-@pytest.mark.parametrize("name", ["LazyInitContext", "Pipe", "balance_by_size", "balance_by_time"])
-def test_names_that_have_moved_here_warn_where_they_were(name: str):
-    with pytest.warns(FutureWarning, match=rf"shardlib\.{name} is shardlib\.booster\.{name}, and is to go from here"):
-        assert getattr(sl, name) is getattr(names, name)
-    assert name not in sl.__all__ and name not in dir(sl)
-
-
 # --- a plugin's sizes, groups and stages ------------------------------------------------------------------------------
 
 # Plugin, then dp_size, tp_size, pp_size, and the groups of rank 3: dp, tp, pp.
@@ -108,7 +100,7 @@ def test_groups_that_split_sequences_are_those_of_the_mesh(ranks):
 
 def test_what_a_plugin_has_not_is_said():
     plugin = HybridParallelPlugin(1, 1)
-    for name, said in (("shard_config", r"shardlib\.plan_of\(model\)"), ("logger", "get_dist_logger")):
+    for name, said in (("shard_config", r"shardlib\.get_plan\(model\)"), ("logger", "get_dist_logger")):
         assert not hasattr(plugin, name)
         with pytest.raises(InputError, match=said):
             getattr(plugin, name)
@@ -211,7 +203,7 @@ def _boosted(folder: str) -> None:
     assert optimizer.get_grad_norm() is None
     mine = Tokens(ROWS, 5, VOCAB)(0).chunk(2)[dist.get_rank()]
     booster.backward(loss_of(model, mine), optimizer)
-    norm = sl.get_grad_norm(model).item()
+    norm = sl.booster.get_grad_norm(model).item()
     optimizer.step()
     optimizer.zero_grad()
     if dist.get_rank() == 0:  # any rank may ask alone

@@ -71,7 +71,7 @@ PLUGINS: dict[str, tuple[int, dict[str, Any]]] = {
     ),
     "interleaved": (4, {"pp_size": 2, "tp_size": 2, "pp_style": "interleaved", "num_model_chunks": 2}),
     "zbv": (2, {"pp_size": 2, "pp_style": "zbv", "num_model_chunks": 2}),
-    "weighed": (2, {"pp_size": 2, "custom_policy": rules_for(gpt()).with_stages(sl.Balanced(by="flops"))}),
+    "weighed": (2, {"pp_size": 2, "custom_policy": rules_for(gpt()).with_stages(sl.rules.Balanced(by="flops"))}),
 }
 
 
@@ -86,8 +86,8 @@ def trained(name: str) -> tuple[list[float], dict[str, torch.Tensor], list[bool]
     warm_up(model, optimizer)
     example = Tokens(ROWS, 5, VOCAB)(0) if name == "weighed" else None
     model, optimizer, _, _, _ = booster.boost(model, optimizer, criterion, example=example)
-    assert sl.plan_of(model).step.recompute == (("^blocks.0",) if name == "recomputed" else ())
-    shape = sl.plan_of(model).mesh
+    assert sl.get_plan(model).step.recompute == (("^blocks.0",) if name == "recomputed" else ())
+    shape = sl.get_plan(model).mesh
     index, count = shape.data_place(shape.coordinate(dist.get_rank()))
     data = iter([Tokens(ROWS, 5, VOCAB)(step).chunk(count)[index] for step in range(STEPS)])
     losses, outputs = [], []

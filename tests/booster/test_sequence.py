@@ -67,7 +67,7 @@ PLUGINS: dict[str, Any] = {
 def trained(name: str) -> tuple[list[float], dict[str, torch.Tensor]]:
     booster, model = Booster(plugin=PLUGINS[name]()), llama()
     model, optimizer, _, _, _ = booster.boost(model, adamw(model), criterion)
-    shape = sl.plan_of(model).mesh
+    shape = sl.get_plan(model).mesh
     index, count = shape.data_place(shape.coordinate(dist.get_rank()))
     losses = []
     for step in range(STEPS):

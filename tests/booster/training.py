@@ -82,7 +82,7 @@ class Run:
         with plans_at_scale():
             boosted = self.booster.boost(model, optimizer, lr_scheduler=scheduler)
         self.model, self.optimizer, _, _, self.scheduler = boosted
-        shape = sl.plan_of(self.model).mesh
+        shape = sl.get_plan(self.model).mesh
         self.place = shape.data_place(shape.coordinate(dist.get_rank() if dist.is_initialized() else 0))
 
     def train(self, first: int = 0, *, steps: int = STEPS, clip: float | None = None, accumulate: int = 1) -> Trained:

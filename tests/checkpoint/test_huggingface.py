@@ -63,7 +63,7 @@ def test_from_pretrained_reads_what_a_sharded_model_saves(
 
 def _saves_stages(name: str, mesh: str, transforms: tuple[Any, ...], path: str) -> None:
     model = _made(name, 0)
-    rules = sl.layouts.for_model(model).with_stages(sl.Balanced())
+    rules = sl.layouts.for_model(model).with_stages(sl.rules.Balanced())
     sl.shard_model(model, mesh, rules, transforms=transforms, compile=None)
     optimizer = torch.optim.AdamW(model.parameters())
     checkpoint.save(f"{path}/many", model, optimizer, weights="huggingface", shard_mb=0.02)

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 import shardlib as sl
 
 
-@sl.register_elementwise
+@sl.register_optimizer(needs="shard")
 class Counting(torch.optim.Optimizer):
     """Momentum whose weight depends on a count of steps, which is a tensor of one element."""
 

@@ -223,7 +223,7 @@ class Position:
 def _dataloader(path: str, mesh: str, save: bool) -> tuple[int, tuple[str, ...]] | str:
     torch.manual_seed(3)
     model = sl.shard_model(MLP(), mesh, _RULES, compile=None)
-    place = sl.plan_of(model).mesh.data_place(sl.plan_of(model).mesh.coordinate(dist.get_rank()))[0]
+    place = sl.get_plan(model).mesh.data_place(sl.get_plan(model).mesh.coordinate(dist.get_rank()))[0]
     loader = Position(10 + place if save else 0)
     if save:
         checkpoint.save(path, model, dataloader=loader)

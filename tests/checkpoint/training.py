@@ -51,7 +51,7 @@ class Run:
             self.optimizer.zero_grad()
             batch = self.case.batch(step)
             batch = batch.double() if batch.is_floating_point() else batch
-            shape = sl.plan_of(self.model).mesh
+            shape = sl.get_plan(self.model).mesh
             index, count = shape.data_place(shape.coordinate(dist.get_rank()))
             spread(self.model(batch.chunk(count)[index])).backward()
             self.optimizer.step()

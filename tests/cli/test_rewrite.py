@@ -181,3 +181,30 @@ def test_other_scripts_are_left_alone():
 def test_a_name_is_looked_up_in_the_longest_module():
     assert look_up("colossalai.nn.lr_scheduler.cosine", "CosineAnnealingLR") == (["shardlib.optim.lr_scheduler"], "")
     assert look_up("colossalai.inference", "launch")[0] == []  # `launch` is colossalai's, and nothing of its inference
+
+
+FORMER = """import shardlib as sl
+from shardlib import plan_of, register_elementwise, shard_model, fit as squeeze, register_dims  # names
+
+@register_elementwise
+class Own(torch.optim.SGD): ...
+sl.register_per_tensor(Lamb)
+register_dims(Own, weight="out in"); plan_of(model); squeeze("1GB")
+model.plan_of, sl.Plan, sl.get_grad_norm(model), sl.fit("1GB")
+"""
+PRESENT = """import shardlib as sl
+from shardlib import get_plan, register_optimizer, shard_model, fit_memory as squeeze
+from shardlib.rules import register_dims  # names
+
+@register_optimizer(needs="shard")
+class Own(torch.optim.SGD): ...
+sl.register_optimizer(needs="tensor")(Lamb)
+register_dims(Own, weight="out in"); get_plan(model); squeeze("1GB")
+model.plan_of, sl.Plan, sl.booster.get_grad_norm(model), sl.fit_memory("1GB")
+"""
+
+
+def test_former_names_of_shardlib_become_the_present_ones():
+    made = rewrite(FORMER)
+    assert (made.text, made.remarks, made.found) == (PRESENT, (), True)
+    assert rewrite(PRESENT) == Rewritten(PRESENT, (), found=False)

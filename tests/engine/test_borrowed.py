@@ -43,7 +43,7 @@ def _borrowed(mesh: str, transform: Transform) -> tuple[int, int]:
     known += [t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
     held = before.keys() | _storages(known).keys()
     beside = sum(size for address, size in _alive().items() if address not in held)
-    return beside, sl.plan_of(made).memory().buckets
+    return beside, sl.get_plan(made).memory().buckets
 
 
 @pytest.mark.covering

@@ -74,7 +74,7 @@ def _graph_breaks() -> tuple[list[str], tuple[str, ...]]:
     reference = _Stack().double()
     sharded = sl.shard_model(copy.deepcopy(reference), "tp=2", rules_for(MLP()), compile="auto")
     said = _compare(reference, sharded, map(Numbers((8, 6)), range(2)))
-    return said, sl.plan_of(sharded).notes
+    return said, sl.get_plan(sharded).notes
 
 
 def test_a_block_that_breaks_the_graph_runs_eagerly_and_those_like_it_too(ranks):
@@ -93,7 +93,7 @@ def _lengths() -> tuple[list[str], tuple[str, ...], list[str]]:
     with record_collectives(sharded) as log:  # a mode of dispatch, under which dynamo leaves a block alone
         _compare(reference, sharded, [Tokens(4, 3, 15)(0)])
     assert log.collectives
-    return said, sl.plan_of(sharded).notes, logged
+    return said, sl.get_plan(sharded).notes, logged
 
 
 def test_blocks_are_compiled_for_a_few_lengths_of_sequences(ranks):

@@ -132,7 +132,7 @@ def _both(names: list[str], mesh: str, compile: str | None, *transforms: Any) ->
             of_each.append(([loss.detach() for loss in losses], gradients(each)))
         found[name] = tuple(of_each)
         if compile is not None and "tensor" not in name and "column" not in name:
-            assert any("runs eagerly" in note for note in sl.plan_of(model).notes)
+            assert any("runs eagerly" in note for note in sl.get_plan(model).notes)
     return found
 
 

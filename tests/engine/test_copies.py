@@ -46,7 +46,7 @@ def _trained_side_by_side(mesh: str, transforms: tuple[Any, ...], model: nn.Modu
     before, state = _weights(model), torch.get_rng_state()
     other = copy.deepcopy(model)
     assert torch.equal(torch.get_rng_state(), state), "copying draws nothing"
-    assert str(sl.plan_of(other)) == str(sl.plan_of(model))
+    assert str(sl.get_plan(other)) == str(sl.get_plan(model))
     assert [(n, p.requires_grad, type(p)) for n, p in other.named_parameters()] == [
         (n, p.requires_grad, type(p)) for n, p in model.named_parameters()
     ]

@@ -31,7 +31,7 @@ GPT = functools.partial(Transformer, vocab=15, heads=4, layers=2, tied=True)
 
 def _mine(global_batch: torch.Tensor, model: nn.Module) -> torch.Tensor:
     """This rank's rows."""
-    shape = sl.plan_of(model).mesh
+    shape = sl.get_plan(model).mesh
     index, count = shape.data_place(shape.coordinate(dist.get_rank()))
     return global_batch.chunk(count)[index]
 
@@ -252,7 +252,7 @@ def _trained(
     for step in range(2):
         outputs.append(model(_mine(batch_for(GPT())(step), model)))
         outputs[-1].square().mean().backward()
-    return [t.detach() for t in (*outputs, *(whole(p.grad) for p in model.parameters()))], sl.plan_of(model).notes
+    return [t.detach() for t in (*outputs, *(whole(p.grad) for p in model.parameters()))], sl.get_plan(model).notes
 
 
 def _compiled_bits(mesh: str, sequence: bool, attention: bool) -> None:

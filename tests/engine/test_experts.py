@@ -149,11 +149,11 @@ def _norms(mesh: str) -> tuple[float, float]:
     single = _start()
     model = sl.shard_model(copy.deepcopy(single), mesh, SPLIT)
     single(batch(0)).square().mean().backward()
-    index, count = sl.plan_of(model).mesh.data_place(sl.plan_of(model).mesh.coordinate(dist.get_rank()))
+    index, count = sl.get_plan(model).mesh.data_place(sl.get_plan(model).mesh.coordinate(dist.get_rank()))
     model(batch(0).chunk(count)[index]).square().mean().backward()
     want = nn.utils.clip_grad_norm_(single.parameters(), math.inf)
     torchs = nn.utils.clip_grad_norm_(model.parameters(), math.inf)
-    return (sl.get_grad_norm(model) - want).abs().item(), (whole(torchs) - want).abs().item()
+    return (sl.booster.get_grad_norm(model) - want).abs().item(), (whole(torchs) - want).abs().item()
 
 
 @pytest.mark.parametrize("mesh", ["dp=1,ep=2,tp=2", "dp=2,ep=2,tp=1"])
@@ -273,7 +273,7 @@ def test_a_dry_run_tells_what_travels_if_experts_are_equally_popular(ranks):
 
 
 def _dropping(module: Experts, factor: float) -> None:
-    """What `capacity` does, one choice after another."""
+    """What `expert_capacity` does, one choice after another."""
     inner = module.forward
 
     def forward(tokens: torch.Tensor, numbers: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -290,7 +290,7 @@ def _dropping(module: Experts, factor: float) -> None:
 
 
 def _limited(factor: float) -> tuple[float, float]:
-    single, model = _sharded("ep=2", sl.capacity(factor))
+    single, model = _sharded("ep=2", sl.expert_capacity(factor))
     free = copy.deepcopy(single)
     for layer in single.layers:
         _dropping(layer[1].experts, factor)

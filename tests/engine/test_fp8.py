@@ -187,7 +187,7 @@ def _told(model: nn.Module, mesh: str, rules: Any, *transforms: Any) -> tuple[tu
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model = sl.shard_model(model, mesh, rules, transforms=transforms, compile=None)
-    return sl.plan_of(model).notes, [str(warning.message) for warning in caught]
+    return sl.get_plan(model).notes, [str(warning.message) for warning in caught]
 
 
 def _told_of_gpt(mesh: str, transform: Any, rules: Any = None, **changes: Any) -> tuple[tuple[str, ...], list[str]]:
@@ -414,7 +414,7 @@ def _histories(mesh: str, *transforms: Any) -> tuple[torch.Tensor, list[bool], t
     for step in range(5):
         optimizer.zero_grad()
         ids = Tokens(8, 5, 16)(step).chunk(dist.get_world_size())[dist.get_rank()]
-        for part in ids.chunk(sl.plan_of(model).step.accumulate):
+        for part in ids.chunk(sl.get_plan(model).step.accumulate):
             optimizer.backward(F.cross_entropy(model(part).flatten(0, 1), part.flatten()))
             alone.append(optimizer.fp8_history.now.any().item())
         optimizer.step()

@@ -58,8 +58,8 @@ class _Net(nn.Module):
 
 
 def _step() -> tuple[int, int]:
-    sl.register_dims(_Transposed, weight="in out", bias="out", output="out", contracted=("in",), linear=True)
-    sl.register_dims(_Bare, weight="out in", output="out", contracted=("in",), linear=True)
+    sl.rules.register_dims(_Transposed, weight="in out", bias="out", output="out", contracted=("in",), linear=True)
+    sl.rules.register_dims(_Bare, weight="out in", output="out", contracted=("in",), linear=True)
     torch.manual_seed(0)
     reference = _Net().double()
     model = _Net().double()

@@ -75,7 +75,7 @@ def _norms(shape: str, transform: Transform) -> tuple[float, Bits]:
     for p in TYPES:
         for mine, kept in zip((q for q in reference.parameters() if q.grad is not None), before, strict=True):
             mine.grad = kept.clone()
-        norm = sl.get_grad_norm(sharded, p)
+        norm = sl.booster.get_grad_norm(sharded, p)
         assert norm.ndim == 0
         assert type(norm) is torch.Tensor
         assert norm.dtype == torch.float64
@@ -132,8 +132,8 @@ def test_training_with_clipped_gradients_is_that_of_one_device(case: Any, stage:
 
 def _values(shape: str, transform: Transform) -> float:
     reference, sharded = _trained(shape, transform)
-    limit = sl.get_grad_norm(sharded, math.inf).item() / 4
-    sl.clip_grad_value_(sharded, limit)
+    limit = sl.booster.get_grad_norm(sharded, math.inf).item() / 4
+    sl.booster.clip_grad_value_(sharded, limit)
     nn.utils.clip_grad_value_(reference.parameters(), limit)
     pairs = zip(sharded.parameters(), reference.parameters(), strict=True)
     return max(_off(_whole(a), b.grad) for a, b in pairs if b.grad is not None)
@@ -156,7 +156,7 @@ def _of_several_dtypes() -> tuple[float, torch.dtype, Bits]:
     for model in (single, sharded):
         (model.low.weight.float().square().sum() + model.high.weight.square().sum()).backward()
     wide = torch.cat([p.grad.double().flatten() for p in single.parameters() if p.grad is not None])
-    norm = sl.get_grad_norm(sharded)
+    norm = sl.booster.get_grad_norm(sharded)
     return abs(norm.item() / wide.norm().item() - 1), norm.dtype, (norm.item().hex(),)
 
 
@@ -168,7 +168,7 @@ def _broken() -> list[tuple[float, float, float, bool, str]]:
     for value, p in itertools.product((math.nan, math.inf, -math.inf), (2.0, math.inf)):
         if torch.distributed.get_rank() == 3:
             grads[2].to_local().view(-1)[0] = value
-        norm = sl.get_grad_norm(sharded, p).item()
+        norm = sl.booster.get_grad_norm(sharded, p).item()
         with pytest.raises(ShardingError) as raised:
             sl.clip_grad_norm_(sharded, 1.0, p, error_if_nonfinite=True)
         found.append((value, p, norm, torch.isfinite(grads[0].to_local()).all().item(), str(raised.value)))
@@ -187,8 +187,8 @@ def _partial() -> tuple[float, float]:
     param = nn.Parameter(distribute_tensor(torch.zeros(4), mesh, [Replicate()]))
     mine = torch.full((4,), 1.0 + torch.distributed.get_rank())
     param.grad = DTensor.from_local(mine, mesh, [Partial("sum")])
-    norm = sl.get_grad_norm(param).item()
-    sl.clip_grad_value_([param, param], 2.0)
+    norm = sl.booster.get_grad_norm(param).item()
+    sl.booster.clip_grad_value_([param, param], 2.0)
     return norm, param.grad.full_tensor()[0].item()
 
 
@@ -236,12 +236,12 @@ def test_a_model_that_is_not_sharded(p: float):
 def test_nothing_to_clip():
     assert sl.clip_grad_norm_(nn.Linear(2, 2), 1.0).item() == 0.0
     assert sl.clip_grad_norm_([], 1.0).item() == 0.0
-    sl.clip_grad_value_(nn.Linear(2, 2), 1.0)
+    sl.booster.clip_grad_value_(nn.Linear(2, 2), 1.0)
 
 
 def test_each_parameter_counts_once():
     model = _plain_model()
-    assert sl.get_grad_norm([*model.parameters(), *model.parameters()]) == sl.get_grad_norm(model)
+    assert sl.booster.get_grad_norm([*model.parameters(), *model.parameters()]) == sl.booster.get_grad_norm(model)
 
 
 def test_no_limit_changes_nothing():
@@ -257,9 +257,9 @@ REFUSED: list[tuple[Callable[[nn.Module], Any], str]] = [
     (lambda m: sl.clip_grad_norm_(m, math.nan), "max_norm=nan was given"),
     (lambda m: sl.clip_grad_norm_(m, 1.0, 0), "norm_type=0 was given; give a positive number, such as 2.0, or inf."),
     (lambda m: sl.clip_grad_norm_(m, 1.0, -math.inf), "norm_type=-inf was given"),
-    (lambda m: sl.get_grad_norm(m, math.nan), "norm_type=nan was given"),
-    (lambda m: sl.clip_grad_value_(m, -0.5), "clip_value=-0.5 was given"),
-    (lambda m: sl.clip_grad_value_(m, math.nan), "clip_value=nan was given"),
+    (lambda m: sl.booster.get_grad_norm(m, math.nan), "norm_type=nan was given"),
+    (lambda m: sl.booster.clip_grad_value_(m, -0.5), "clip_value=-0.5 was given"),
+    (lambda m: sl.booster.clip_grad_value_(m, math.nan), "clip_value=nan was given"),
 ]
 
 

@@ -69,7 +69,7 @@ def _muon(params: Any) -> torch.optim.Optimizer:
 
 
 def _lamb(params: Any) -> torch.optim.Optimizer:
-    sl.register_per_tensor(Lamb)
+    sl.register_optimizer(Lamb, needs="tensor")
     return Lamb(params)
 
 
@@ -78,7 +78,7 @@ class Own(torch.optim.SGD):
 
 
 def _own(params: Any) -> torch.optim.Optimizer:
-    sl.register_elementwise(Own)
+    sl.register_optimizer(Own, needs="shard")
     return Own(params, lr=1e-2, momentum=0.9)
 
 
@@ -207,7 +207,7 @@ def _lies_apart(what: str, *transforms: Any) -> None:
                 assert (
                     value.shape == param.shape and isinstance(value, DTensor) == param_state_of(param).has_sharded_state
                 )
-    memory = sl.plan_of(model).memory()
+    memory = sl.get_plan(model).memory()
     on_host = state if what == "state" else [*state, *params, *grads]
     # Uneven pieces: this rank may have less than the largest.
     held = sum(local_of(t).nbytes for t in on_host)
@@ -534,9 +534,9 @@ def _trained_within(transform: Any, budget: int) -> None:
         return rooms[-1]
 
     with elsewhere(PIECE_BYTES=1 << 20), mock.patch.object(offload, "_host_buffer", remembered):
-        model = sl.shard_model(made, "dp=2", {"**": None}, transforms=(transform, sl.fit(budget)), compile=None)
+        model = sl.shard_model(made, "dp=2", {"**": None}, transforms=(transform, sl.fit_memory(budget)), compile=None)
         optimizer = torch.optim.AdamW(model.parameters())
-        params, plan, peak = dict(model.named_parameters()), sl.plan_of(model), 0
+        params, plan, peak = dict(model.named_parameters()), sl.get_plan(model), 0
 
         def look(*_: Any) -> None:
             nonlocal peak

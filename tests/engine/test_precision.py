@@ -100,7 +100,7 @@ def _bytes(stage: str) -> dict[str, int]:
         "parameters": size(model.parameters()),
         "gradients": size(p.grad for p in model.parameters()),
         "state": size(t for state in optimizer.state.values() for t in state.values()),
-        "planned": sl.plan_of(model).memory().state,
+        "planned": sl.get_plan(model).memory().state,
     }
 
 

@@ -328,7 +328,7 @@ def test_plan_made_for_another_mesh(ranks):
 
 
 def test_plan_of_a_model_that_is_not_sharded():
-    assert _message(ShardingError, lambda: sl.plan_of(nn.Linear(2, 2))) == (
+    assert _message(ShardingError, lambda: sl.get_plan(nn.Linear(2, 2))) == (
         "This Linear was not sharded by shardlib; call shardlib.shard_model(model, mesh, rules) first."
     )
 

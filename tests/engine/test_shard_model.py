@@ -82,7 +82,7 @@ def test_a_mesh_of_one_rank_changes_no_bit(ranks):
 def _of_a_plan_and_transforms() -> tuple[bool, torch.dtype]:
     made = sl.plan(UNEVEN(), "dp=1,tp=1", RULES)
     model = sl.shard_model(UNEVEN(), "dp=1,tp=1", made, transforms=sl.precision("bf16"))
-    return sl.plan_of(model).rows == (made | sl.precision("bf16")).rows, next(model.parameters()).dtype
+    return sl.get_plan(model).rows == (made | sl.precision("bf16")).rows, next(model.parameters()).dtype
 
 
 def test_transforms_apply_to_a_plan_too(ranks):

@@ -145,7 +145,7 @@ def _planned(model: torch.nn.Module, kind: Kind) -> Sent:
     pipeline = record_of(model).pipeline
     rank = None if pipeline is None else pipeline.stages.index
     planned: Sent = Counter()
-    for one in sl.plan_of(model).movements(pipeline_rank=rank, optimizer=kind.needs, state=kind.state):
+    for one in sl.get_plan(model).movements(pipeline_rank=rank, optimizer=kind.needs, state=kind.state):
         for each in one.collectives:
             planned[one.name, one.purpose, each.kind, each.axes] += one.times if each.kind != "slice" else 0
     return +planned
@@ -185,7 +185,7 @@ def _carried(log: list[Call], model: torch.nn.Module) -> Sent:
     pipeline = record_of(model).pipeline
     names = {} if pipeline is None else pipeline.stages.names
     if pipeline is None:  # a tensor that stages share may have a unit of its own on each
-        listed = {one.name: one.unit for one in sl.plan_of(model).movements()}
+        listed = {one.name: one.unit for one in sl.get_plan(model).movements()}
         assert all(listed[one.name] == one.unit for each in log for one in each.carries)
     return Counter(
         (names.get(one.name, one.name), one.purpose, each.kind, each.axes) for each in log for one in each.carries
@@ -205,7 +205,7 @@ def _of_a_transformer(
     model = _build(sizes)
     rules = rules_for(model, sequence=sequence)
     batch = torch.randint(6, (4, 6), generator=torch.Generator().manual_seed(0))
-    rules = rules.with_stages(sl.Balanced()) if stages else rules
+    rules = rules.with_stages(sl.rules.Balanced()) if stages else rules
     return _recorded(model, rules, mesh, transforms, batch, bucket_mb, kind)
 
 

@@ -163,7 +163,7 @@ def _muon(params: Any) -> torch.optim.Optimizer:
 
 
 def _lamb(params: Any) -> torch.optim.Optimizer:
-    sl.register_per_tensor(Lamb)
+    sl.register_optimizer(Lamb, needs="tensor")
     return Lamb(params)
 
 
@@ -341,7 +341,7 @@ _ROWS = Numbers((8, 6))
 
 
 def _loss_of_rows(model: nn.Module, step: int) -> torch.Tensor:
-    shape = sl.plan_of(model).mesh
+    shape = sl.get_plan(model).mesh
     index, count = shape.data_place(shape.coordinate(dist.get_rank()))
     return model(_ROWS(step).chunk(count)[index]).square().mean()
 
@@ -517,11 +517,11 @@ def _unknown_optimizer() -> None:
 
     model = _model(sl.zero(2))
     _backward(model)
-    with pytest.warns(UserWarning, match="register_per_tensor"):
+    with pytest.warns(UserWarning, match="register_optimizer"):
         Unknown(model.parameters(), {}).step()
     model = _model(sl.zero(3))
     _backward(model)
-    with pytest.raises(ShardingError, match="register_elementwise"):
+    with pytest.raises(ShardingError, match="register_optimizer"):
         Unknown(model.parameters(), {}).step()
 
 

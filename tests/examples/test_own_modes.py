@@ -29,7 +29,7 @@ import ring2d  # isort: skip
 def _near() -> tuple[dict[str, int], tuple[int, ...], list[int]]:
     mesh = sl.mesh("dp=2,near=2")
     model = sl.shard_model(near.Net(), mesh, near.RULES)
-    (group,) = sl.axis_groups("near", mesh)
+    (group,) = sl.axes.axis_groups("near", mesh)
     assert model.up.weight.to_local().shape == (16, 8)
     same = dist.get_process_group_ranks(mesh["near"].get_group())
     return sl.MeshShape("dp=2,near=2").coordinate(dist.get_rank()), group.ranks, same
@@ -60,7 +60,7 @@ def test_whole_matrices_are_stepped_on_such_an_axis_too():
 
 def _in_two_levels(model: nn.Module, mesh: Any) -> nn.Module:
     model = sl.shard_model(model, mesh, {"**": None}, check=False)
-    sl.reduce_gradients_by(model, two_levels.TwoLevels(mesh))
+    sl.register_gradient_reduction(model, two_levels.TwoLevels(mesh))
     return model
 
 
@@ -74,7 +74,7 @@ def _off_by_one(bucket: Any) -> None:
 
 def _wrongly(model: nn.Module, mesh: Any) -> nn.Module:
     model = sl.shard_model(model, mesh, {"**": None}, check=False)
-    sl.reduce_gradients_by(model, _off_by_one)
+    sl.register_gradient_reduction(model, _off_by_one)
     return model
 
 
@@ -129,7 +129,7 @@ def _loss(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
 
 def test_a_tensor_mode_trains_as_one_device_does():
     rules = sl.layouts.load("llama", "ring2d")
-    shape = sl.tensor_mode("ring2d").mesh_shape(4)
+    shape = sl.rules.tensor_mode("ring2d").mesh_shape(4)
     assert str(shape) == "down=2,across=2" and shape.names == ring2d.BOTH
     assert_equivalent(_llama, _ids, mesh=shape, rules=rules, loss=_loss, steps=2)
 
@@ -142,7 +142,7 @@ def _by_config(config: dict[str, Any]) -> str:
     torch.manual_seed(0)
     model = GPT(GPTConfig(vocab_size=16, context=8, n_layer=1, n_head=4, d_model=16))
     engine, *_ = initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss(), verbose=False)
-    plan = sl.plan_of(engine.model)
+    plan = sl.get_plan(engine.model)
     (row,) = (row for row in plan.rows if row.name == "blocks.0.mlp.up.weight")
     return f"{plan.mesh}: {row.compute}"
 
@@ -207,21 +207,21 @@ def _groups_of(*groups: list[int]) -> Any:
     ],
 )
 def test_wrong_groups_are_refused(name: str, kind: Any, groups: Any, error: str):
-    sl.register_axis(name, kind=kind)(_groups_of(*groups))
+    sl.axes.register_axis(name, kind=kind)(_groups_of(*groups))
     with pytest.raises(MeshError, match=error):
         sl.MeshShape({"dp": 2, name: 2}).coordinate(0)
 
 
 def test_groups_may_come_in_any_order():
     """Those of the other axis are the same; along it ranks ascend."""
-    sl.register_axis("shuffled", kind="model")(_groups_of([1, 3], [0, 2]))
+    sl.axes.register_axis("shuffled", kind="model")(_groups_of([1, 3], [0, 2]))
     assert sl.MeshShape("dp=2,shuffled=2").ranks == (0, 2, 1, 3)
 
 
 def test_axes_of_their_own_groups_have_to_cross():
-    sl.register_axis("by_rows", kind="model")(_groups_of([0, 1], [2, 3]))
+    sl.axes.register_axis("by_rows", kind="model")(_groups_of([0, 1], [2, 3]))
 
-    @sl.register_axis("by_columns", kind="model")
+    @sl.axes.register_axis("by_columns", kind="model")
     def columns(_shape: sl.MeshShape) -> list[list[int]]:
         return [[0, 3], [1, 2]]
 
@@ -231,23 +231,23 @@ def test_axes_of_their_own_groups_have_to_cross():
 
 def test_a_tensor_mode_is_checked_where_it_is_registered_and_used():
     with pytest.raises(RuleError, match=r'"2d" is registered already'):
-        sl.register_tensor_mode("2d")(lambda rules: rules)
+        sl.rules.register_tensor_mode("2d")(lambda rules: rules)
     with pytest.raises(RuleError, match=r'the axes are "row"; give each once'):
-        sl.register_tensor_mode("half", axes="row")
-    sl.register_tensor_mode("nothing")(lambda rules: None)  # type: ignore[arg-type,return-value]
+        sl.rules.register_tensor_mode("half", axes="row")
+    sl.rules.register_tensor_mode("nothing")(lambda rules: None)  # type: ignore[arg-type,return-value]
     with pytest.raises(RuleError, match=r'"nothing" made NoneType of the rules'):
         sl.Rules({}).mode("nothing")
-    sl.register_tensor_mode("divided", transforms=[sl.zero(1)])(lambda rules: rules)
+    sl.rules.register_tensor_mode("divided", transforms=[sl.zero(1)])(lambda rules: rules)
     with pytest.raises(RuleError, match=r"brings the transforms \(zero\(1\),\), which rules cannot hold"):
         sl.Rules({}).mode("divided")
     with pytest.raises(MeshError, match=r"8 ranks do not make them up; 1 or 4 or 9 would"):
-        sl.tensor_mode("2d").mesh_shape(8)
+        sl.rules.tensor_mode("2d").mesh_shape(8)
 
 
 def _divided_reduction() -> str:
     model = sl.shard_model(nn.Linear(4, 4), "dp=2", {"*": None}, transforms=[sl.zero(1)])
     try:
-        sl.reduce_gradients_by(model, _off_by_one)
+        sl.register_gradient_reduction(model, _off_by_one)
     except PlanError as error:
         return str(error)
     return ""

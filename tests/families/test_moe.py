@@ -207,7 +207,7 @@ def _staged(dtype: torch.dtype) -> tuple[float, float]:
     """The loss of two stages in a dtype, and that of one device in float32."""
     torch.manual_seed(0)
     alone = _STAGED.make_model()
-    rules = sl.layouts.load("mixtral").with_stages(sl.Balanced())
+    rules = sl.layouts.load("mixtral").with_stages(sl.rules.Balanced())
     model = sl.shard_model(copy.deepcopy(alone).to(dtype), _STAGED.mesh, rules, transforms=[sl.pipeline("1f1b", 2)])
     mine = batch(0)["input_ids"].chunk(2)[dist.get_rank() % 2]
     done = sl.pipeline_step(model, {"input_ids": mine}, lambda output, _: output.logits.float().square().mean())
@@ -220,7 +220,7 @@ def test_stages_with_grouped_products_in_every_dtype_of_the_kernel(ranks, dtype:
     """The shape function of PyTorch, by which stages learn what the others send, takes bfloat16 alone."""
     for got, want in ranks(4).run(_staged, dtype):
         assert got == pytest.approx(want, rel=2**-7 if dtype is torch.float16 else 1e-5)
-    rules = sl.layouts.load("mixtral").with_stages(sl.Balanced())
+    rules = sl.layouts.load("mixtral").with_stages(sl.rules.Balanced())
     model = _STAGED.make_model().to(dtype)
     found = sl.plan(model, _STAGED.mesh, rules, transforms=[sl.pipeline("1f1b", 2)], example=batch(0))
     assert found.report is not None

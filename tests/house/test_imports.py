@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import importlib
 import json
 import os
 import re
@@ -15,12 +16,13 @@ import pytest
 
 import shardlib
 from shardlib import _supported
+from shardlib._renamed import RENAMED
 from tests.house import source
 
 # Lower rooms first; a module may import from its own room and from lower ones. `jax` stands beside the engine and
 # below only what is on top; what chooses between the two engines imports it, when it is asked for.
 ROOMS = [
-    ("errors", "_again", "_log", "_measure", "_progress", "_store", "_supported"),
+    ("errors", "_again", "_log", "_measure", "_progress", "_renamed", "_store", "_supported"),
     ("_mesh", "_same_mesh"),
     ("layout",),
     ("rules", "layouts"),
@@ -32,7 +34,7 @@ ROOMS = [
     ("booster",),
     ("trainer",),
     ("jax",),
-    ("functional", "integrations", "monitor"),
+    ("axes", "functional", "integrations", "monitor"),
     ("testing", "cli"),
 ]
 LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
@@ -52,7 +54,9 @@ def test_a_module_imports_only_from_its_own_room_and_lower_ones():
     assert not upward, "\n".join(sorted(upward))
 
 
-@pytest.mark.parametrize("room", ["_plan", "transforms", "engine", "optim", "checkpoint", "booster", "jax", "testing", "cli"])
+@pytest.mark.parametrize(
+    "room", ["_plan", "transforms", "engine", "optim", "checkpoint", "booster", "jax", "testing", "cli"]
+)
 def test_modules_of_a_room_import_each_other_in_no_circle(room: str):
     """Imports for type checkers count too: a value does not know its printers."""
     modules = {module for module in source.modules() if module.split(".")[1:2] == [room]}
@@ -157,3 +161,26 @@ def test_the_versions_of_torch_are_the_same_everywhere():
 
 def test_the_names_that_a_shell_completes_are_the_public_ones():
     assert dir(shardlib) == sorted([*shardlib.__all__, "__version__"])
+
+
+@pytest.mark.parametrize("name", RENAMED)
+def test_a_former_name_warns_and_stands_for_the_present_one(name: str):
+    new = RENAMED[name]
+    with pytest.warns(
+        FutureWarning, match=rf"shardlib\.{name} is to go: write {re.escape(f'{new.module}.{new.call}')}\."
+    ):
+        found = getattr(shardlib, name)
+    present = getattr(importlib.import_module(new.module), new.name)
+    assert (found.func if new.keywords else found) is present
+    assert name not in shardlib.__all__ and name not in dir(shardlib)
+
+
+def test_former_names_of_transforms_are_there_too():
+    with pytest.warns(
+        FutureWarning, match=r"shardlib\.transforms\.fit is to go: write shardlib\.transforms\.fit_memory\."
+    ):
+        assert shardlib.transforms.fit is shardlib.fit_memory
+    with pytest.warns(FutureWarning, match='"capacity" is to go: write "expert_capacity"'):
+        assert shardlib.transforms.parse("capacity(2)") == shardlib.expert_capacity(2)
+    with pytest.raises(AttributeError, match="no attribute 'plan_of'"):
+        _ = shardlib.transforms.plan_of

@@ -419,5 +419,5 @@ def language(mesh: str, transforms: str) -> tuple[dict[str, torch.Tensor], dict[
         optimizer.zero_grad()
         plain.training_step([ids], 0).backward()
         optimizer.step()
-    plan = sl.plan_of(model.model)
+    plan = sl.get_plan(model.model)
     return sl.full_state_dict(model), plain.state_dict(), sum(bool(row.compute.axes) for row in plan.rows)

@@ -182,7 +182,7 @@ def by_name() -> list[Any]:
         torch.equal(own[0], own[1]),
         alone.all_gather(torch.tensor([rank])).tolist(),
         alone.distributed_sampler_kwargs,
-        str(sl.plan_of(alone.sharded_module).mesh),
+        str(sl.get_plan(alone.sharded_module).mesh),
     ]
 
 

@@ -100,7 +100,7 @@ def by_lightning(folder: str, mesh: str = "dp=2,tp=2", loggers: Any = None) -> s
             **settings,
         )
         trainer.fit(lit.Lit(), lit.loader(16, 2, torch.float32))
-    return str(sl.plan_of(strategy.sharded_module))
+    return str(sl.get_plan(strategy.sharded_module))
 
 
 def to_wandb(host: str, folder: str) -> str:

@@ -105,7 +105,7 @@ def test_what_has_no_order(call, said):
 
 
 def test_the_plan_shows_stages_and_time():
-    rules = sl.Rules({"**": None}, stages=sl.Balanced())
+    rules = sl.Rules({"**": None}, stages=sl.rules.Balanced())
     plan = sl.plan(Transformer(layers=4), "pp=2,dp=2", rules, transforms=[sl.pipeline("1f1b", 3)])
     text = str(plan)
     assert "2 stages on 2 ranks by 1f1b, 3 microbatches: ranks stand idle for 25.0% of a step" in text

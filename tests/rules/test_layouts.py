@@ -36,7 +36,7 @@ def test_a_tensor_mode_that_nobody_registered_is_answered_with_the_nearest() -> 
         tensor_mode("2.5")
     assert str(caught.value) == (
         f'No tensor mode is called "2.5"; there are {", ".join(map(repr, registered_tensor_modes()))}. Register one '
-        "with @shardlib.register_tensor_mode('2.5'), in a module that is imported before. Did you mean \"2.5d\"?"
+        "with @shardlib.rules.register_tensor_mode('2.5'), in a module that is imported before. Did you mean \"2.5d\"?"
     )
 
 

@@ -14,6 +14,7 @@ from torch import nn
 
 import shardlib as sl
 from shardlib.errors import RuleError
+from shardlib.rules import Balanced
 from shardlib.rules.stages import Stage, read_stages, resolve_stages
 from shardlib.testing.models import Transformer
 
@@ -49,8 +50,11 @@ def test_a_parameter_that_a_stage_reads_itself():
 
 def test_balance_by_parameters_and_by_blocks():
     """Of 16 tokens, 8 positions and width 8, a block has 872 parameters, embeddings 192, the head 144."""
-    assert modules(sl.Balanced(), gpt(), 2) == ["embed position blocks.0 blocks.1", "blocks.2 blocks.3 norm head"]
-    assert modules(sl.Balanced([1, 3]), gpt(), 2) == ["embed position blocks.0", "blocks.1 blocks.2 blocks.3 norm head"]
+    assert modules(Balanced(), gpt(), 2) == ["embed position blocks.0 blocks.1", "blocks.2 blocks.3 norm head"]
+    assert modules(Balanced([1, 3]), gpt(), 2) == [
+        "embed position blocks.0",
+        "blocks.1 blocks.2 blocks.3 norm head",
+    ]
 
 
 @given(st.lists(st.integers(0, 9), min_size=2, max_size=7).filter(any), st.integers(1, 4), st.integers(1, 2))
@@ -64,7 +68,7 @@ def test_the_heaviest_stage_is_as_light_as_can_be(weights: list[int], ranks: int
         asked.append((of, [*names], by))
         return weights
 
-    stages = resolve_stages(sl.Balanced(by="flops", per_rank=per_rank), model, ranks, weigh)
+    stages = resolve_stages(Balanced(by="flops", per_rank=per_rank), model, ranks, weigh)
     assert asked == [(model, list(map(str, range(len(weights)))), "flops")]
     runs = [[int(name) for name in stage.modules] for stage in stages]
     assert len(runs) == count and all(runs) and [i for run in runs for i in run] == list(range(len(weights)))
@@ -89,7 +93,7 @@ class Holder(nn.Module):
 
 
 def test_parameters_beside_blocks_go_with_the_first_module_beside_them():
-    assert resolve_stages(sl.Balanced(), Holder(), 3) == (
+    assert resolve_stages(Balanced(), Holder(), 3) == (
         Stage(("first",), ("gain",)),
         Stage(("inside.blocks.0",), ("inside.gain",)),
         Stage(("inside.blocks.2",)),
@@ -111,38 +115,38 @@ class Named(nn.Module):
 
 def test_a_name_of_a_neighbours_weight_stays_with_the_neighbour():
     """The weight counts once: 4 words are 8 numbers, beside 4 blocks of 6. Blocks with common weights stand apart."""
-    assert modules(sl.Balanced(), Named(100), 2) == ["shared embed", "blocks.0 blocks.1 blocks.2 blocks.3"]
-    assert modules(sl.Balanced(), Named(4), 2) == ["shared embed blocks.0", "blocks.1 blocks.2 blocks.3"]
-    assert modules(sl.Balanced(), Named(4), 5) == ["shared embed", *(f"blocks.{i}" for i in range(4))]
+    assert modules(Balanced(), Named(100), 2) == ["shared embed", "blocks.0 blocks.1 blocks.2 blocks.3"]
+    assert modules(Balanced(), Named(4), 2) == ["shared embed blocks.0", "blocks.1 blocks.2 blocks.3"]
+    assert modules(Balanced(), Named(4), 5) == ["shared embed", *(f"blocks.{i}" for i in range(4))]
     ran: list[str] = []
 
     def weigh(_model: nn.Module, names: Sequence[str], _by: str) -> list[int]:
         ran.extend(names)
         return [9 * (name == "embed") for name in names]
 
-    stages = resolve_stages(sl.Balanced(by="flops"), Named(4), 2, weigh)
+    stages = resolve_stages(Balanced(by="flops"), Named(4), 2, weigh)
     assert stages[0].modules == ("shared", "embed") and ran[:2] == ["shared", "embed"]
-    assert "has 5 modules with parameters" in refusal(lambda: resolve_stages(sl.Balanced(), Named(4), 6))
+    assert "has 5 modules with parameters" in refusal(lambda: resolve_stages(Balanced(), Named(4), 6))
 
 
 def test_counts_may_leave_a_stage_without_blocks_and_need_no_neighbours():
     lists = nn.ModuleDict({"a": nn.Linear(1, 1), "blocks": nn.ModuleList(nn.Linear(1, 1) for _ in range(3))})
-    assert modules(sl.Balanced([0, 3]), lists, 2) == ["a", "blocks.0 blocks.1 blocks.2"]
-    assert modules(sl.Balanced([2, 1]), lists, 2) == ["a blocks.0 blocks.1", "blocks.2"]
+    assert modules(Balanced([0, 3]), lists, 2) == ["a", "blocks.0 blocks.1 blocks.2"]
+    assert modules(Balanced([2, 1]), lists, 2) == ["a blocks.0 blocks.1", "blocks.2"]
 
 
 BALANCED = [
-    (sl.Balanced(), "balanced(params)", 'Balanced(by="params")'),
-    (sl.Balanced(by="flops"), "balanced(flops)", 'Balanced(by="flops")'),
-    (sl.Balanced(per_rank=2), "balanced(params, 2 on each rank)", 'Balanced(by="params", per_rank=2)'),
-    (sl.Balanced(by="time", per_rank=3), "balanced(time, 3 on each rank)", 'Balanced(by="time", per_rank=3)'),
-    (sl.Balanced([3, 5]), "balanced(3, 5)", "Balanced([3, 5])"),
-    (sl.Balanced([0, 4]), "balanced(0, 4)", "Balanced([0, 4])"),
+    (Balanced(), "balanced(params)", 'Balanced(by="params")'),
+    (Balanced(by="flops"), "balanced(flops)", 'Balanced(by="flops")'),
+    (Balanced(per_rank=2), "balanced(params, 2 on each rank)", 'Balanced(by="params", per_rank=2)'),
+    (Balanced(by="time", per_rank=3), "balanced(time, 3 on each rank)", 'Balanced(by="time", per_rank=3)'),
+    (Balanced([3, 5]), "balanced(3, 5)", "Balanced([3, 5])"),
+    (Balanced([0, 4]), "balanced(0, 4)", "Balanced([0, 4])"),
 ]
 
 
 @pytest.mark.parametrize(("made", "text", "shown"), BALANCED)
-def test_balance_as_text(made: sl.Balanced, text: str, shown: str):
+def test_balance_as_text(made: Balanced, text: str, shown: str):
     assert (made.text, repr(made)) == (text, shown)
     assert read_stages(text) == made
     assert read_stages(made) is made and read_stages(None) is None
@@ -150,7 +154,7 @@ def test_balance_as_text(made: sl.Balanced, text: str, shown: str):
 
 @pytest.mark.parametrize("text", ["balanced", "Balanced()", " balanced( ) ", "balanced(by=params)"])
 def test_balance_by_parameters_may_leave_that_out(text: str):
-    assert read_stages(text) == sl.Balanced()
+    assert read_stages(text) == Balanced()
 
 
 def test_a_stage_holds_its_tensors_and_those_of_its_modules():
@@ -160,7 +164,12 @@ def test_a_stage_holds_its_tensors_and_those_of_its_modules():
 
 
 def test_stages_travel_through_files():
-    for stages in ("embed | head", sl.Balanced(), sl.Balanced([3, 5]), sl.Balanced(by="time", per_rank=2)):
+    for stages in (
+        "embed | head",
+        Balanced(),
+        Balanced([3, 5]),
+        Balanced(by="time", per_rank=2),
+    ):
         rules = sl.Rules({"head": None}, stages=stages)
         assert sl.Rules.from_toml(rules.to_toml()) == rules
         assert rules.with_stages(None) == sl.Rules({"head": None})
@@ -219,18 +228,18 @@ ALL = "embed, position, blocks.0-3 | norm, head"
             'is in stages 0 and 1, since it is in "blocks.0". Name each module once.',
         ),
         (
-            sl.Balanced(per_rank=5),
+            Balanced(per_rank=5),
             'stages=Balanced(by="params", per_rank=5): this Transformer has 8 modules with parameters that can stand '
             "apart, and 10 stages are wanted. Use fewer ranks, or name the stages: "
             'stages="embed, blocks.0-3 | ...".',
         ),
         (
-            sl.Balanced(by="flops"),
+            Balanced(by="flops"),
             'stages=Balanced(by="flops") weighs modules by running them, and no example was given. Give the batch of '
             'one data rank as example=, to plan or shard_model; or use Balanced(by="params").',
         ),
         (
-            sl.Balanced([1, 2]),
+            Balanced([1, 2]),
             'stages=Balanced([1, 2]) names 3 blocks, and the model has 4 ("blocks.0" to "blocks.3"). Give counts that '
             "add up to these.",
         ),
@@ -257,7 +266,7 @@ def test_what_cannot_be_read(stages: Any, said: str):
 
 
 def test_weights_that_are_all_zero_cannot_be_balanced():
-    said = refusal(lambda: resolve_stages(sl.Balanced(by="time"), gpt(), 2, lambda *_: [0.0] * 8))
+    said = refusal(lambda: resolve_stages(Balanced(by="time"), gpt(), 2, lambda *_: [0.0] * 8))
     assert said == (
         'stages=Balanced(by="time"): none of the modules that can stand apart computes anything on the example '
         '(embed, position, blocks.0, ...). Use Balanced(by="params"), or name the stages.'
@@ -293,13 +302,13 @@ def test_a_module_that_is_shared_may_be_named_by_its_other_name():
 
 def test_counts_that_are_none():
     for count in (True, 1.0, "2"):
-        assert refusal(lambda count=count: sl.Balanced([count])).startswith(f"Balanced was given the count {count!r};")
+        assert refusal(lambda count=count: Balanced([count])).startswith(f"Balanced was given the count {count!r};")
     for settings in ({"per_rank": 0}, {"per_rank": True}, {"counts": [1], "per_rank": 2}):
-        assert refusal(lambda settings=settings: sl.Balanced(**settings)).startswith("Balanced was given per_rank=")
-    assert refusal(lambda: sl.Balanced([1], by="time")).startswith("Balanced was given by='time' and counts; give")
-    assert refusal(lambda: sl.Balanced([1, -2])) == (
+        assert refusal(lambda settings=settings: Balanced(**settings)).startswith("Balanced was given per_rank=")
+    assert refusal(lambda: Balanced([1], by="time")).startswith("Balanced was given by='time' and counts; give")
+    assert refusal(lambda: Balanced([1, -2])) == (
         "Balanced was given the count -2; give numbers of blocks, one for each stage, as in Balanced([3, 5])."
     )
-    assert refusal(lambda: sl.Balanced(by="weight")) == (  # type: ignore[arg-type]
+    assert refusal(lambda: Balanced(by="weight")) == (  # type: ignore[arg-type]
         'Balanced was given by=\'weight\'; give "params", "flops" or "time", or say how many blocks: Balanced([3, 5]).'
     )

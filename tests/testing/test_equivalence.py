@@ -21,7 +21,7 @@ from shardlib import MeshShape, Rules
 from shardlib.engine.sharded import is_sharded
 from shardlib.errors import InputError, MeshError, RuleError
 from shardlib.testing import models
-from shardlib.testing.equivalence import NotEquivalentError, Report, assert_equivalent, compare, equivalent
+from shardlib.testing.equivalence import NotEquivalentError, Report, assert_equivalent, compare, equivalent, twins
 from shardlib.testing.equivalence.case import Case
 from shardlib.testing.mutants import prove
 from shardlib.testing.mutants._mutant import after_sharding, transformer
@@ -60,7 +60,7 @@ def test_compiled_blocks_with_dropout(mesh: str, sequence: bool):
 @pytest.mark.parametrize("mesh", ["dp=2,tp=2", "dp=2,pp=2"])
 def test_a_plan_says_how_many_passes_make_a_step(mesh: str):
     given = transformer(mesh, layers=2, clip=0.5)
-    given["rules"] = given["rules"].with_stages(sl.Balanced())
+    given["rules"] = given["rules"].with_stages(sl.rules.Balanced())
     assert_equivalent(**given, transforms=[sl.zero(2), sl.accumulate(3)])
     with pytest.raises(InputError, match="was given accumulate=2, and the plan's accumulate\\(3\\) makes a step"):
         assert_equivalent(**given, accumulate=2, transforms=[sl.accumulate(3)])
@@ -256,9 +256,9 @@ def test_a_difference_of_a_later_step_is_found_there(ranks):
 
 
 def _spoil_when_compiled(model: nn.Module) -> None:
-    from shardlib import plan_of
+    from shardlib import get_plan
 
-    if any(note.startswith("Compiled with") for note in plan_of(model).notes):
+    if any(note.startswith("Compiled with") for note in get_plan(model).notes):
         _scale_output("norm", model)
 
 

@@ -85,7 +85,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"parallel": {"tensor": {"size": 1, "mode": "sideways"}}},
         "The config says parallel.tensor.mode='sideways'; it is '1d', None or a tensor mode. No tensor mode is called "
         '"sideways"; there are {modes}. Register one with '
-        "@shardlib.register_tensor_mode('sideways'), in a module that is imported before.",
+        "@shardlib.rules.register_tensor_mode('sideways'), in a module that is imported before.",
     ),
     "depth": (
         {"parallel": {"tensor": {"size": 1, "mode": "1d", "depth": 2}}},

@@ -1,4 +1,4 @@
-"""`fit` moves what a budget asks for, and little more."""
+"""`fit_memory` moves what a budget asks for, and little more."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_what_fits_fits_with_as_little_as_can_be(name: str, share: float):
     plan = PLANS[name]
     budget = int(share * HELD[name])
     try:
-        fitted = plan | sl.fit(budget)
+        fitted = plan | sl.fit_memory(budget)
     except PlanError:
         everything = plan | sl.offload("state") if name == "stage 2" else plan | sl.offload("all")
         assert _held(everything) > budget
@@ -66,8 +66,8 @@ def _with_state_on_device(plan: sl.Plan, name: str) -> sl.Plan:
 
 def test_state_of_other_optimizers_counts():
     plan = sl.plan(nn.Linear(100, 100, bias=False), "dp=1", {"**": None}) | sl.replicate()
-    assert _on_host(plan | sl.fit(120_000, state_tensors=1)) == []
-    assert _on_host(plan | sl.fit(120_000)) == [("weight", "state")]
+    assert _on_host(plan | sl.fit_memory(120_000, state_tensors=1)) == []
+    assert _on_host(plan | sl.fit_memory(120_000)) == [("weight", "state")]
 
 
 def _four() -> sl.Plan:
@@ -93,22 +93,22 @@ def _four() -> sl.Plan:
     ],
 )
 def test_state_goes_largest_first_and_last_the_smallest_that_makes_up_what_is_left(over: int, gone: str):
-    made = _four() | sl.fit(1920 - over)
+    made = _four() | sl.fit_memory(1920 - over)
     assert _on_host(made) == [(name, "state") for name in gone]
     moved = sum({"a": 400, "b": 240, "c": 160, "d": 160}[name] for name in gone)
-    assert made.notes == ((f"fit({1920 - over}) moved {moved} B of each rank to host memory.",) if gone else ())
+    assert made.notes == ((f"fit_memory({1920 - over}) moved {moved} B of each rank to host memory.",) if gone else ())
 
 
 def test_stored_parts_follow_when_all_state_has_gone():
     plan = _four().map_rows(lambda row: row)
     with pytest.raises(PlanError):  # what is not stored in parts stays
-        _ = plan | sl.fit(959)
+        _ = plan | sl.fit_memory(959)
     parted = sl.plan(nn.Linear(16, 16, bias=False), "dp=2", {"**": None}) | sl.zero(3)
     memory = parted.memory()  # halves of 1 KiB: stored 512, gradient 512, state 1024
-    assert (memory.device, _on_host(parted | sl.fit(1024 + memory.buckets))) == (2048, [("weight", "state")])
-    made = parted | sl.fit(1023 + memory.buckets)
+    assert (memory.device, _on_host(parted | sl.fit_memory(1024 + memory.buckets))) == (2048, [("weight", "state")])
+    made = parted | sl.fit_memory(1023 + memory.buckets)
     assert _on_host(made) == [("weight", phase) for phase in ("stored", "grad", "state")]
-    assert made.notes[-1] == f"fit({1023 + memory.buckets}) moved 2.00 KiB of each rank to host memory."
+    assert made.notes[-1] == f"fit_memory({1023 + memory.buckets}) moved 2.00 KiB of each rank to host memory."
 
 
 @pytest.mark.parametrize(
@@ -127,26 +127,26 @@ def test_stored_parts_follow_when_all_state_has_gone():
     ],
 )
 def test_budgets_are_read(text: str | float, count: int):
-    assert sl.fit(text) == sl.fit(count)
+    assert sl.fit_memory(text) == sl.fit_memory(count)
 
 
 @pytest.mark.parametrize("budget", [0, -1, "much", "3 XB", "1.2.3", "GB", "0", True, None, float("inf"), float("nan")])
 def test_what_is_no_budget_is_refused(budget):
     with pytest.raises(PlanError) as raised:
-        sl.fit(budget)
-    assert str(raised.value) == f'fit({budget!r}): give bytes of device memory, such as "40GB", "40GiB" or 40e9.'
+        sl.fit_memory(budget)
+    assert str(raised.value) == f'fit_memory({budget!r}): give bytes of device memory, such as "40GB", "40GiB" or 40e9.'
 
 
 def test_what_cannot_fit_is_refused():
     plan = sl.plan(nn.Linear(100, 100, bias=False), "dp=1", {"**": None})
     with pytest.raises(PlanError) as raised:
-        _ = plan | sl.fit(50_000)
+        _ = plan | sl.fit_memory(50_000)
     assert str(raised.value) == (
-        "fit(50000): with everything offloaded that can be, a rank's device still holds 78.1 KiB. Divide more, "
+        "fit_memory(50000): with everything offloaded that can be, a rank's device still holds 78.1 KiB. Divide more, "
         "with zero(3) or over more ranks, or give a larger budget."
     )
 
 
 def test_it_reads_as_it_is_written():
-    assert sl.transforms.parse('zero(3) | fit("1GiB")') == sl.zero(3) | sl.fit(2**30)
-    assert repr(sl.fit("1GB", state_tensors=1)) == "fit(1000000000, state_tensors=1)"
+    assert sl.transforms.parse('zero(3) | fit_memory("1GiB")') == sl.zero(3) | sl.fit_memory(2**30)
+    assert repr(sl.fit_memory("1GB", state_tensors=1)) == "fit_memory(1000000000, state_tensors=1)"

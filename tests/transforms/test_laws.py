@@ -163,7 +163,8 @@ def test_an_unreadable_text_is_answered_with_the_nearest():
     assert str(raised.value) == (
         'Transform "ofload()" cannot be read: "ofload" is not a transform. Write calls with plain values, joined by '
         '"|", as in zero(2, axis="dp") | offload("state"); known are "zero", "fsdp", "hsdp", "replicate", "offload", '
-        '"fit", "precision", "checkpoint_activations", "accumulate", "pipeline", "capacity". Did you mean "offload"?'
+        '"fit_memory", "precision", "checkpoint_activations", "accumulate", "pipeline", "expert_capacity". Did you '
+        'mean "offload"?'
     )
 
 

@@ -14,7 +14,7 @@ from shardlib.errors import PlanError
 
 def _staged(ranks: int = 2, per_rank: int = 1) -> sl.Plan:
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
-    return sl.plan(model, f"pp={ranks}", sl.Rules({"**": None}, stages=sl.Balanced(per_rank=per_rank)))
+    return sl.plan(model, f"pp={ranks}", sl.Rules({"**": None}, stages=sl.rules.Balanced(per_rank=per_rank)))
 
 
 class _Experts(nn.Module):
@@ -45,11 +45,11 @@ def test_a_pipeline_says_its_schedule_and_microbatches():
 
 def test_a_capacity_is_kept():
     for factor in (1, 0.5, 1.25):
-        made = _spread() | sl.capacity(factor)
-        assert made.step.capacity_factor == factor and made == (made | sl.capacity(factor)).replace(
+        made = _spread() | sl.expert_capacity(factor)
+        assert made.step.capacity_factor == factor and made == (made | sl.expert_capacity(factor)).replace(
             transforms=made.transforms
         )
-    assert repr(sl.capacity(2)) == "capacity(2.0)"
+    assert repr(sl.expert_capacity(2)) == "expert_capacity(2.0)"
 
 
 @pytest.mark.parametrize(
@@ -78,19 +78,20 @@ def test_a_capacity_is_kept():
         ),
         *(
             (
-                lambda factor=factor: sl.capacity(factor),
-                f"capacity({factor!r}): give a positive number, such as 1.25; to drop nothing leave it out.",
+                lambda factor=factor: sl.expert_capacity(factor),
+                f"expert_capacity({factor!r}): give a positive number, such as 1.25; to drop nothing leave it out.",
             )
             for factor in (0, -1, True, "2", float("nan"))
         ),
         (
-            lambda: _spread("dp=2,ep=1") | sl.capacity(2),
-            'capacity(2.0): no experts are sharded over an expert axis of mesh "dp=2,ep=1", and a capacity limits the '
-            'tokens that are sent to experts. Give the mesh an axis ep, and a rule such as "expert@ep out in".',
+            lambda: _spread("dp=2,ep=1") | sl.expert_capacity(2),
+            'expert_capacity(2.0): no experts are sharded over an expert axis of mesh "dp=2,ep=1", and a capacity '
+            "limits the tokens that are sent to experts. Give the mesh an axis ep, and a rule such as "
+            '"expert@ep out in".',
         ),
         (
-            lambda: _spread() | sl.capacity(2) | sl.capacity(3),
-            "capacity(3.0): the plan has capacity(2.0) already; choose one of them.",
+            lambda: _spread() | sl.expert_capacity(2) | sl.expert_capacity(3),
+            "expert_capacity(3.0): the plan has expert_capacity(2.0) already; choose one of them.",
         ),
     ],
 )

@@ -47,7 +47,7 @@ from shardlib.engine.undo import Undo
 from shardlib.errors import InputError, PlanError, check_flags, short_traceback
 from shardlib.rules import Rules
 
-__all__ = ["Sharded", "apply_plan", "is_sharded", "names_here", "no_sync", "plan_of", "record_of", "shard_model"]
+__all__ = ["Sharded", "apply_plan", "get_plan", "is_sharded", "names_here", "no_sync", "record_of", "shard_model"]
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -141,7 +141,7 @@ def shard_model(
         )
 
 
-def plan_of(model: nn.Module) -> Plan:
+def get_plan(model: nn.Module) -> Plan:
     """Return the plan that a model was sharded by.
 
     Its notes list the blocks that are compiled and the modules that multiply in float8, and the reasons of the others.
@@ -151,7 +151,7 @@ def plan_of(model: nn.Module) -> Plan:
         ShardingError: the model was not sharded by shardlib.
 
     >>> model = shard_model(nn.Linear(4, 8), "dp=1,tp=1", {"**": "colwise"})
-    >>> plan_of(model).mesh
+    >>> get_plan(model).mesh
     MeshShape("dp=1,tp=1")
     """
     record = record_of(model)

@@ -69,7 +69,7 @@ def _refuse(op: Op, shape: tuple[int, ...], other: torch.Tensor, why: str) -> No
     raise ShardingError(
         f"{op} was given a tensor of global shape {shape} that is stored in shards, and a plain tensor of shape "
         f"{tuple(other.shape)}, of which {why}. Outside of the forward of its unit a parameter is this rank's shard: "
-        "call the model, or the unit that plan_of(model).units names; or compute with weight.full_tensor(), whose "
+        "call the model, or the unit that get_plan(model).units names; or compute with weight.full_tensor(), whose "
         "gradient is the mean over data ranks."
     )
 

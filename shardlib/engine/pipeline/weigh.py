@@ -45,7 +45,7 @@ def weighing(example: Any, device: torch.device, mesh: DeviceMesh | None = None)
         if mesh is None:
             raise RuleError(
                 'Balanced(by="time") measures on the devices that train, and a plan knows none. Let '
-                'shard_model(..., example=batch) measure, and look at sl.plan_of(model); or plan by="flops".'
+                'shard_model(..., example=batch) measure, and look at sl.get_plan(model); or plan by="flops".'
             )
         everyone = _torch.flattened(mesh, mesh.mesh_dim_names or ()).get_group()
         seconds, failed = None, None

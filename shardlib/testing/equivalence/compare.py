@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from shardlib._mesh import MeshShape
 from shardlib._progress import Progress
-from shardlib.engine import _torch, agree, ops, plan_of
+from shardlib.engine import _torch, agree, get_plan, ops
 from shardlib.engine._torch import flatten_with_path, pytree
 from shardlib.engine.sharded import is_sharded, wait_for_updates
 from shardlib.errors import InputError
@@ -321,7 +321,7 @@ def _placements(model: nn.Module) -> dict[str, Any]:
 
 def _off_plan(run: Run, both: Twins) -> dict[str, str]:
     """Return parameters, gradients, buffers and optimizer state whose layout differs from the plan's rows."""
-    plan, shape = plan_of(run.model), both.rank_coordinate.mesh
+    plan, shape = get_plan(run.model), both.rank_coordinate.mesh
     params, buffers = named_tensors(run.model)
     found = {}
     for name, tensor in {**params, **buffers}.items():

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardlib._plan import Plan
-from shardlib.engine import _torch, clip_grad_norm_, get_grad_norm, no_sync, pipeline_step, plan_of
+from shardlib.engine import _torch, clip_grad_norm_, get_grad_norm, get_plan, no_sync, pipeline_step
 from shardlib.engine._torch import pytree
 from shardlib.engine.exact import exact_random
 from shardlib.engine.sharded import is_sharded, record_of
@@ -28,7 +28,7 @@ def named_tensors(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, 
     """Return parameters and buffers by their first name in the single device's model."""
     first = {}
     if is_pipeline(model):
-        first = {name: row.name for row in plan_of(model).rows for name in row.tied}
+        first = {name: row.name for row in get_plan(model).rows for name in row.tied}
     return (
         {first.get(clean(name), clean(name)): p for name, p in model.named_parameters()},
         {first.get(clean(name), clean(name)): b for name, b in model.named_buffers()},
@@ -83,7 +83,7 @@ class Run:
     @property
     def plan(self) -> Plan | None:
         """The plan that the model is sharded by; None without one."""
-        return plan_of(self.model) if is_sharded(self.model) else None
+        return get_plan(self.model) if is_sharded(self.model) else None
 
     @property
     def averages(self) -> bool:
@@ -129,7 +129,7 @@ class Run:
 
     def _through_stages(self, batch: Any, micro: int) -> torch.Tensor:
         """Run a pipeline's backward pass; its microbatches are the plan's, or one for each of its ranks."""
-        case, plan = self.case, plan_of(self.model)
+        case, plan = self.case, get_plan(self.model)
         found = case.loss or default_loss
 
         def criterion(output: Any, part: Any) -> torch.Tensor:

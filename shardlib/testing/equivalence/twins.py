@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardlib._mesh import mesh as make_mesh
-from shardlib.engine import _torch, exact, plan_of, shard_model
+from shardlib.engine import _torch, exact, get_plan, shard_model
 from shardlib.engine.exact import draw_exactly
 from shardlib.engine.sharded import is_sharded
 from shardlib.errors import InputError
@@ -64,7 +64,7 @@ def all_twins(case: Case) -> list[Twins]:
     for scale in case.scales[1:] if _has_scales(case, first) else ():
         other = dataclasses.replace(case, scales=(scale,))
         models.append(_sharded(other, _torch.copied(single), device_mesh, rank_coordinate))
-    averaged = plan_of(first).step.accumulate if is_sharded(first) else 1
+    averaged = get_plan(first).step.accumulate if is_sharded(first) else 1
     case = _with_passes(case, averaged)
     alone, exact_run = Run(case, single), None if exact is None else Run(case, exact)
     return [
@@ -82,7 +82,7 @@ def all_twins(case: Case) -> list[Twins]:
 def _has_scales(case: Case, model: nn.Module) -> bool:
     """Return whether sizes of buckets change anything."""
     chosen = case.options.keys() & {"bucket_mb"}
-    return is_sharded(model) and not chosen and next(iter(plan_of(model).movements()), None) is not None
+    return is_sharded(model) and not chosen and next(iter(get_plan(model).movements()), None) is not None
 
 
 def _with_passes(case: Case, averaged: int) -> Case:

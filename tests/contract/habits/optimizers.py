@@ -333,37 +333,37 @@ def own_that_assigns_data(run: Run, model: Any):
     return run.trained(model, _OwnData(model.parameters()), 2)
 
 
-@sl.register_elementwise
+@sl.register_optimizer(needs="shard")
 class _RegisteredMomentum(_OwnMomentum):
     pass
 
 
-@sl.register_per_tensor
+@sl.register_optimizer(needs="tensor")
 class _RegisteredNorms(_OwnNorms):
     pass
 
 
-@sl.register_elementwise
+@sl.register_optimizer(needs="shard")
 class _RegisteredData(_OwnData):
     pass
 
 
 def own_registered_elementwise(run: Run, model: Any):
-    """Write an optimizer with momentum, registered by `sl.register_elementwise`."""
+    """Write an optimizer with momentum, registered by `sl.register_optimizer`."""
     return run.trained(model, _RegisteredMomentum(model.parameters()), 3)
 
 
 def own_registered_that_assigns_data(run: Run, model: Any):
-    """Write an optimizer that assigns `p.data`, registered by `sl.register_elementwise`."""
+    """Write an optimizer that assigns `p.data`, registered by `sl.register_optimizer`."""
     return run.trained(model, _RegisteredData(model.parameters()), 2)
 
 
 def own_registered_per_tensor(run: Run, model: Any):
-    """Write an optimizer that scales by norms, registered by `sl.register_per_tensor`."""
+    """Write an optimizer that scales by norms, registered by `sl.register_optimizer`."""
     return run.trained(model, _RegisteredNorms(model.parameters()), 3)
 
 
-@sl.register_elementwise
+@sl.register_optimizer(needs="shard")
 class _RaisesOnce(_OwnMomentum):
     """Raises in its second step, when it has updated half of the parameters."""
 

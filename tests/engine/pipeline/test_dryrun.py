@@ -24,7 +24,7 @@ def gpt() -> nn.Module:
 
 
 def rules(stages: Any = None) -> sl.Rules:
-    return rules_for(gpt()).with_stages(stages or sl.Balanced())
+    return rules_for(gpt()).with_stages(stages or sl.rules.Balanced())
 
 
 CASES: dict[str, tuple[str, tuple[Any, ...], Any]] = {
@@ -48,7 +48,7 @@ CASES: dict[str, tuple[str, tuple[Any, ...], Any]] = {
 def _measured(case: str) -> tuple[DryRun, Any]:
     mesh, transforms, stages = CASES[case]
     model = sl.shard_model(gpt(), mesh, rules(stages), transforms=transforms, compile=None)
-    plan = sl.plan_of(model)
+    plan = sl.get_plan(model)
     fake_run.run(model, plan, IDS)
     with record_collectives(model, mesh=sl.mesh(mesh)) as log:
         own = fake_run.run(model, plan, IDS, log)

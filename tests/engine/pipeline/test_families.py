@@ -73,10 +73,10 @@ CASES = {
         "wte, wpe, h.0 | h.1 | h.2 | h.3, ln_f, lm_head",
         "interleaved",
     ),
-    "llama": (small("LlamaForCausalLM", attention="sdpa"), padded, sl.Balanced([1, 1]), ""),
-    "bert": (small("BertForSequenceClassification"), padded, sl.Balanced(), ""),
-    "vit": (small("ViTForImageClassification"), images, sl.Balanced(), ""),
-    "mixtral": (mixtral, no_cache, sl.Balanced([1, 2]), ""),
+    "llama": (small("LlamaForCausalLM", attention="sdpa"), padded, sl.rules.Balanced([1, 1]), ""),
+    "bert": (small("BertForSequenceClassification"), padded, sl.rules.Balanced(), ""),
+    "vit": (small("ViTForImageClassification"), images, sl.rules.Balanced(), ""),
+    "mixtral": (mixtral, no_cache, sl.rules.Balanced([1, 2]), ""),
     "t5 between its parts": (t5, pairs, "encoder | decoder, lm_head", "gpipe"),
     "t5 in four": (
         t5,
@@ -103,14 +103,14 @@ def recomputing() -> nn.Module:
 
 def test_with_a_model_that_computes_its_activations_again():
     """The layers of transformers wrap themselves, outside of what hooks and compilers see."""
-    rules = sl.Rules({"**": None}, stages=sl.Balanced([1, 1]))
+    rules = sl.Rules({"**": None}, stages=sl.rules.Balanced([1, 1]))
     assert_equivalent(recomputing, padded, "pp=2", rules, steps=2, loss=logits)
 
 
 @pytest.mark.parametrize("name", ["GPT2LMHeadModel", "LlamaForCausalLM"])
 def test_with_tensor_parallel_rules_of_its_layout_file(name: str):
     factory = small(name)
-    rules = sl.layouts.for_model(factory()).with_stages(sl.Balanced([1, 1]))
+    rules = sl.layouts.for_model(factory()).with_stages(sl.rules.Balanced([1, 1]))
     assert_equivalent(factory, padded, "pp=2,tp=2", rules, steps=2, loss=logits)
 
 
@@ -144,17 +144,17 @@ def features(model: nn.Module, batch: Any) -> torch.Tensor:
 
 # Models without a head of layout files; that of examples/gpt.py always has one.
 HEADLESS = {
-    "bert": (small("BertModel"), padded_alone, sl.Balanced()),
-    "deepseek": (functools.partial(mixture, "DeepseekV3"), few_words, sl.Balanced()),
-    "gpt2": (small("GPT2Model"), padded, sl.Balanced()),
-    "llama": (small("LlamaModel"), padded, sl.Balanced()),
-    "mixtral": (functools.partial(mixture, "Mixtral"), few_words, sl.Balanced()),
-    "qwen_moe": (functools.partial(mixture, "Qwen3Moe"), few_words, sl.Balanced()),
+    "bert": (small("BertModel"), padded_alone, sl.rules.Balanced()),
+    "deepseek": (functools.partial(mixture, "DeepseekV3"), few_words, sl.rules.Balanced()),
+    "gpt2": (small("GPT2Model"), padded, sl.rules.Balanced()),
+    "llama": (small("LlamaModel"), padded, sl.rules.Balanced()),
+    "mixtral": (functools.partial(mixture, "Mixtral"), few_words, sl.rules.Balanced()),
+    "qwen_moe": (functools.partial(mixture, "Qwen3Moe"), few_words, sl.rules.Balanced()),
     "resnet": (resnet, pictures, "conv1, bn1, layer1, layer2, layer3 | layer4"),
     "t5": (functools.partial(t5, "T5Model"), pairs, "encoder | decoder"),
     # The vocabulary outweighs the blocks, and `shared` is only a name of what encoder.embed_tokens reads.
-    "t5 encoder": (functools.partial(t5, "T5EncoderModel", vocab_size=300), padded_alone, sl.Balanced()),
-    "vit": (small("ViTModel"), images, sl.Balanced()),
+    "t5 encoder": (functools.partial(t5, "T5EncoderModel", vocab_size=300), padded_alone, sl.rules.Balanced()),
+    "vit": (small("ViTModel"), images, sl.rules.Balanced()),
 }
 
 
@@ -191,7 +191,7 @@ def test_every_family_is_tried_on_stages():
 @pytest.mark.parametrize("file", KIN)
 def test_a_model_of_the_census_on_stages(file: str):
     run = kin_of(KIN[file], "pp=2")
-    rules = sl.Rules({"**": None}, stages=KIN_STAGES.get(file, sl.Balanced()))
+    rules = sl.Rules({"**": None}, stages=KIN_STAGES.get(file, sl.rules.Balanced()))
     assert_equivalent(
         run.make_model, run.make_batch, "pp=2", rules, transforms=(sl.pipeline("1f1b", 2),), steps=2, loss=run.loss
     )
@@ -210,6 +210,6 @@ def test_a_family_without_a_head(name: str, stage: int):
 @pytest.mark.parametrize("mode", ["sequence", pytest.param("ulysses", marks=pytest.mark.deep)])
 def test_a_split_sequence_without_a_head(mode: str):
     factory, batch, _ = HEADLESS["llama"]
-    rules = sl.layouts.for_model(factory(), mode).with_stages(sl.Balanced())
+    rules = sl.layouts.for_model(factory(), mode).with_stages(sl.rules.Balanced())
     mesh = "pp=2,tp=2" if mode == "sequence" else "pp=2,sp=2"
     assert_equivalent(factory, batch, mesh, rules, transforms=(sl.pipeline("1f1b", 2),), steps=2, loss=features)

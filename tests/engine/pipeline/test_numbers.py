@@ -22,7 +22,7 @@ FIVE_IN_THREE = 3  # microbatches of two, two and one row
 
 def prove(factory: Any, mesh: str, *transforms: Any, stages: Any = None, rows: int = 5, **given: Any) -> None:
     ranks = sl.MeshShape(mesh)
-    rules = rules_for(factory()).with_stages(stages or sl.Balanced())
+    rules = rules_for(factory()).with_stages(stages or sl.rules.Balanced())
     rows *= ranks.data_ranks
     assert_equivalent(factory, Tokens(rows, 4, 7), mesh, rules, transforms=transforms, steps=2, **given)
 
@@ -37,7 +37,7 @@ EIGHT = "embed, position | blocks.0 | blocks.1 | blocks.2 | blocks.3 | blocks.4 
     [
         ("gpipe", "pp=2", "embed, position, blocks.0-2 | blocks.3-5, norm, head"),
         ("gpipe", "pp=4", FOUR),
-        ("1f1b", "pp=2", sl.Balanced([2, 4])),
+        ("1f1b", "pp=2", sl.rules.Balanced([2, 4])),
         ("1f1b", "pp=4", FOUR),
         ("interleaved", "pp=2", FOUR),
         ("interleaved", "pp=4", EIGHT),
@@ -115,7 +115,7 @@ def rows(step: int) -> torch.Tensor:
     return torch.randn(7, 6, generator=torch.Generator().manual_seed(step))
 
 
-@pytest.mark.parametrize("stages", ["0-2 | 3-7", "0-3 | 4-7", sl.Balanced()])
+@pytest.mark.parametrize("stages", ["0-2 | 3-7", "0-3 | 4-7", sl.rules.Balanced()])
 def test_a_sequential(stages: Any):
     """The Tanh between stages is on either side."""
     rules = sl.Rules({"**": None}, stages=stages)

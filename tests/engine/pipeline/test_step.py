@@ -44,7 +44,7 @@ def tokens(rows: int, seed: int = 0) -> torch.Tensor:
 def sharded(
     mesh: str, *transforms: Any, stages: Any = None, dtype: torch.dtype = torch.float64, **options: Any
 ) -> nn.Module:
-    rules = sl.Rules({"**": None}, stages=stages or sl.Balanced())
+    rules = sl.Rules({"**": None}, stages=stages or sl.rules.Balanced())
     return sl.shard_model(gpt().to(dtype), mesh, rules, transforms=transforms, **options)
 
 
@@ -242,7 +242,7 @@ def _from_meta() -> bool:
         with torch.device("meta"):
             model = Transformer(layers=4, vocab=7, tied=True, bias=False)
         torch.manual_seed(3)
-        rules = sl.Rules({"**": None}, stages=sl.Balanced())
+        rules = sl.Rules({"**": None}, stages=sl.rules.Balanced())
         made.append(sl.shard_model(model, mesh, rules, init="reset_parameters"))
     want = dict(made[0].named_parameters(remove_duplicate=False))
     return all(torch.equal(param, want[name]) for name, param in made[1].named_parameters())
@@ -324,7 +324,7 @@ class _Buffered(nn.Linear):
 
 def _buffers_of_all_stages() -> bool:
     model = sl.shard_model(
-        nn.Sequential(_Buffered(), _Buffered()), "pp=2", sl.Rules({"**": None}, stages=sl.Balanced())
+        nn.Sequential(_Buffered(), _Buffered()), "pp=2", sl.Rules({"**": None}, stages=sl.rules.Balanced())
     )
     want = dict(nn.Sequential(_Buffered(), _Buffered()).named_buffers())
     full = sl.full_state_dict(model)

@@ -43,7 +43,7 @@ IDS = torch.zeros(6, 5, dtype=torch.long)
 
 
 def cut(by: str) -> Any:
-    return sl.Rules({"**": None}, stages=sl.Balanced(by=by))  # type: ignore[arg-type]
+    return sl.Rules({"**": None}, stages=sl.rules.Balanced(by=by))  # type: ignore[arg-type]
 
 
 def modules_of(plan: sl.Plan) -> list[tuple[str, ...]]:
@@ -79,7 +79,7 @@ def _by_time() -> tuple[list[tuple[str, ...]], list[float]]:
         sl.shard_model(model, "pp=2", cut("time"), example=IDS)
     finally:
         weigh._seconds = real
-    return modules_of(sl.plan_of(model)), measured
+    return modules_of(sl.get_plan(model)), measured
 
 
 def test_the_clock_of_the_first_rank_counts(ranks):
@@ -115,8 +115,8 @@ class Looking(Lopsided):
 @pytest.mark.parametrize(
     ("call", "kind", "said"),
     [
-        (lambda: sl.Balanced(by="flop"), RuleError, 'give "params", "flops" or "time"'),  # type: ignore[arg-type]
-        (lambda: sl.Balanced([1, 2], by="flops"), RuleError, "by='flops' and counts"),
+        (lambda: sl.rules.Balanced(by="flop"), RuleError, 'give "params", "flops" or "time"'),  # type: ignore[arg-type]
+        (lambda: sl.rules.Balanced([1, 2], by="flops"), RuleError, "by='flops' and counts"),
         (lambda: sl.plan(Lopsided(), "pp=2", cut("flops")), RuleError, "no example was given"),
         (lambda: sl.plan(Lopsided(), "pp=2", cut("time"), example=IDS), RuleError, "a plan knows none"),
         (lambda: sl.plan(Looking(), "pp=2", cut("flops"), example=IDS), RuleError, "depends on values"),

@@ -1,0 +1,8 @@
+"""Axes of meshes: what the name of one says about its ranks, and the process groups along them."""
+
+from __future__ import annotations
+
+from shardlib._mesh import register_axis
+from shardlib.engine.groups import axis_groups
+
+__all__ = ["axis_groups", "register_axis"]
