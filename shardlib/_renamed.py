@@ -18,7 +18,7 @@ __all__ = ["RENAMED", "Renamed", "renamed"]
 
 @dataclass(frozen=True)
 class Renamed:
-    """What stands for a name that is to go.
+    """The name that stands for one that is to go.
 
     Attributes:
         module: the module that has it.

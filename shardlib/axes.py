@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from shardlib._mesh import register_axis
-from shardlib.engine.groups import axis_groups
+from shardlib.engine.ranks.groups import axis_groups
 
 __all__ = ["axis_groups", "register_axis"]

@@ -19,8 +19,9 @@ from shardlib.booster._optimizer import BoostedOptimizer, Carried
 from shardlib.booster._plugins import OneProcess, Plugin
 from shardlib.booster._precision import Transforms, mixed_precision_of
 from shardlib.booster._recompute import leave_to_plan
-from shardlib.engine import agree, get_plan, no_sync, pipeline_step, shard_model
+from shardlib.engine import get_plan, no_sync, pipeline_step, shard_model
 from shardlib.engine._torch import pytree
+from shardlib.engine.ranks import agree
 from shardlib.errors import InputError, MeshError, PlanError, ShardingError
 
 __all__ = ["BoostedModule", "Booster"]

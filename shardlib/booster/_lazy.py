@@ -25,8 +25,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardlib.booster import _from_pretrained
-from shardlib.engine import _torch, agree, exact, materialize
+from shardlib.engine import _torch
 from shardlib.engine._torch import pytree, registered_tensors
+from shardlib.engine.apply import materialize
+from shardlib.engine.feature import exact
+from shardlib.engine.ranks import agree
 from shardlib.errors import ShardingError
 
 __all__ = ["LazyInitContext", "build_again", "is_recorded", "values_of"]

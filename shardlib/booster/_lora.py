@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import nn
 
 from shardlib.booster._options import refuse_argument
-from shardlib.engine import agree, full_state_dict
+from shardlib.engine import full_state_dict
+from shardlib.engine.ranks import agree
 from shardlib.engine.sharded import is_sharded
 from shardlib.errors import CheckpointError, PlanError, ShardingError
 

@@ -21,7 +21,7 @@ from shardlib.booster._options import NotThere, Options, keyword, met, recipe, r
 from shardlib.booster._precision import Transforms, precision_of, scale_of
 from shardlib.booster._recompute import GradientCheckpointConfig, recomputed_by
 from shardlib.booster._stages import PipelineStageManager
-from shardlib.engine.groups import group_over
+from shardlib.engine.ranks.groups import group_over
 from shardlib.errors import MeshError, PlanError, nearest
 from shardlib.rules import Balanced, Rules, tensor_mode
 from shardlib.transforms import LossScale, Transform, fit_memory, fsdp, hsdp, offload, pipeline, replicate, zero

@@ -23,7 +23,7 @@ from shardlib.checkpoint._manifest import MANIFEST, File, Manifest, NewerFormatE
 from shardlib.checkpoint._peers import described
 from shardlib.checkpoint._permuted import Permuted, Reading, Transpose, permutations
 from shardlib.checkpoint._save import HF_INDEX, shardlib_version
-from shardlib.engine import pretrained
+from shardlib.engine.apply import pretrained
 from shardlib.errors import CheckpointError, nearest
 
 __all__ = ["Names", "Opened", "Transpose", "found", "opened"]

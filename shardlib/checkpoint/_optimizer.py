@@ -17,9 +17,9 @@ from shardlib.checkpoint._items import Item, RankMesh, elsewhere, first_names, i
 from shardlib.checkpoint._manifest import Saved
 from shardlib.checkpoint._values import Get, Put, decode, encode
 from shardlib.engine import _torch
-from shardlib.engine.full_step import MASTER
-from shardlib.engine.optimizer import steps_whole_tensors
-from shardlib.engine.params import ParamState
+from shardlib.engine.data.full_step import MASTER
+from shardlib.engine.data.optimizer import steps_whole_tensors
+from shardlib.engine.data.params import ParamState
 from shardlib.engine.sharded import param_state_of
 from shardlib.errors import CheckpointError, nearest
 

@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 
 from shardlib._log import timed
-from shardlib.engine import _torch, lost
+from shardlib.engine import _torch
+from shardlib.engine.ranks import lost
 from shardlib.errors import CheckpointError, by_rank
 
 __all__ = ["Lost", "Peers", "peers"]

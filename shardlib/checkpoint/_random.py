@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardlib.engine.randomness import accelerator_random
+from shardlib.engine.feature.randomness import accelerator_random
 from shardlib.errors import CheckpointError
 
 __all__ = ["restoring", "states"]

@@ -1,18 +1,30 @@
-"""The engine: carries out a plan with `torch.distributed`."""
+"""The engine: carries out a plan with `torch.distributed`.
+
+Its rooms, each of which imports only from itself and from those before it:
+
+    _torch      names that are private to torch, by subject
+    ranks       what ranks say to each other: collectives, agreement, who is lost
+    ops         every op on DTensors, by a sharding rule or on gathered operands
+    data        parameters, gradients and optimizer state, as they move between the phases of the plan
+    model       modules that compute on DTensors
+    feature     what some models need beside that: experts, recomputation, compiled blocks, exact random numbers
+    pipeline    stages, and what they send each other
+    apply       a plan becomes a model
+"""
 
 from __future__ import annotations
 
 from shardlib.engine.apply import apply_plan, get_plan, no_sync, shard_model
+from shardlib.engine.data.gradients import GradientBucket
+from shardlib.engine.data.norms import clip_grad_norm_, clip_grad_value_, get_grad_norm
+from shardlib.engine.data.optimizer import register_optimizer
+from shardlib.engine.data.reduction import register_gradient_reduction
+from shardlib.engine.data.state import full_state_dict
+from shardlib.engine.data.wrapper import OptimizerWrapper
 from shardlib.engine.dryrun import plan
-from shardlib.engine.exact import exact_random
-from shardlib.engine.gradients import GradientBucket
-from shardlib.engine.norms import clip_grad_norm_, clip_grad_value_, get_grad_norm
-from shardlib.engine.optimizer import register_optimizer
+from shardlib.engine.feature.exact import exact_random
+from shardlib.engine.feature.recording import record_collectives
 from shardlib.engine.pipeline.step import PipelineStep, pipeline_step
-from shardlib.engine.recording import record_collectives
-from shardlib.engine.reduction import register_gradient_reduction
-from shardlib.engine.state import full_state_dict
-from shardlib.engine.wrapper import OptimizerWrapper
 
 __all__ = [
     "GradientBucket",

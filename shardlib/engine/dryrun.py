@@ -24,11 +24,11 @@ from shardlib._plan import DryRun, Plan, RulesLike, Transform
 from shardlib.engine import _torch, ops
 from shardlib.engine._torch import pytree
 from shardlib.engine.apply import apply_plan, is_sharded, partial_gradients, with_partial
+from shardlib.engine.feature.recording import Recording, record_collectives
 from shardlib.engine.pipeline import fake_run
 from shardlib.engine.pipeline.batch import as_call
 from shardlib.engine.pipeline.stages import has_stages, shape_with_stages
 from shardlib.engine.pipeline.weigh import weighing
-from shardlib.engine.recording import Recording, record_collectives
 from shardlib.errors import PlanError, short_traceback
 
 __all__ = ["plan", "run_step"]

@@ -18,14 +18,14 @@ from shardlib.errors import ShardingError
 
 if TYPE_CHECKING:
     from shardlib._plan import Plan
-    from shardlib.engine.comparison import StepComparison
-    from shardlib.engine.compile import CompileReport
-    from shardlib.engine.fp8 import History
-    from shardlib.engine.gradients import GradientReducer
-    from shardlib.engine.params import ParamState
+    from shardlib.engine.data.gradients import GradientReducer
+    from shardlib.engine.data.params import ParamState
+    from shardlib.engine.data.schedule import Updates
+    from shardlib.engine.data.units import Units
+    from shardlib.engine.feature.comparison import StepComparison
+    from shardlib.engine.feature.compile import CompileReport
+    from shardlib.engine.feature.fp8 import History
     from shardlib.engine.pipeline.record import Pipeline
-    from shardlib.engine.schedule import Updates
-    from shardlib.engine.units import Units
 
 __all__ = [
     "Sharded",

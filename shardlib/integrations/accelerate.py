@@ -24,8 +24,9 @@ from shardlib._mesh import MeshLike, MeshShape, default_device_type, join_torchr
 from shardlib._mesh import mesh as make_mesh
 from shardlib._plan import Plan
 from shardlib.checkpoint import load, save
-from shardlib.engine import agree, clip_grad_norm_, clip_grad_value_, full_state_dict, no_sync, shard_model
-from shardlib.engine.groups import group_over
+from shardlib.engine import clip_grad_norm_, clip_grad_value_, full_state_dict, no_sync, shard_model
+from shardlib.engine.ranks import agree
+from shardlib.engine.ranks.groups import group_over
 from shardlib.errors import CheckpointError, MeshError, PlanError, ShardingError
 from shardlib.integrations import tracking
 from shardlib.integrations._options import Transforms, as_transforms, leaving_steps_to, refuse, without_loss_scale

@@ -29,7 +29,7 @@ from shardlib._mesh import mesh as make_mesh
 from shardlib.booster import LazyInitContext
 from shardlib.engine import OptimizerWrapper, full_state_dict, get_plan, no_sync, shard_model
 from shardlib.engine.apply import is_sharded
-from shardlib.engine.groups import group_over
+from shardlib.engine.ranks.groups import group_over
 from shardlib.errors import CheckpointError, InputError, MeshError, ShardingError, nearest
 from shardlib.integrations import tracking
 from shardlib.integrations._options import Transforms, as_transforms, leaving_steps_to

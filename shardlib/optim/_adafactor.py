@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from shardlib.engine.optimizer import register_optimizer
+from shardlib.engine.data.optimizer import register_optimizer
 from shardlib.optim._step import refuse
 
 __all__ = ["Adafactor", "DistributedAdaFactor"]

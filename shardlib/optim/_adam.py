@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.optim.adam import adam
 
-from shardlib.engine.optimizer import register_optimizer
+from shardlib.engine.data.optimizer import register_optimizer
 from shardlib.optim._step import Closure, has_kernel, loss_of, refuse, with_gradients
 
 __all__ = ["CPUAdam", "FusedAdam", "HybridAdam"]

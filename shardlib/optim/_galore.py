@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardlib.engine.optimizer import register_optimizer
+from shardlib.engine.data.optimizer import register_optimizer
 from shardlib.errors import InputError, nearest
 from shardlib.optim._step import Closure, checked, loss_of, with_gradients
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from shardlib.engine.norms import clip_grad_norm_
-from shardlib.engine.optimizer import register_optimizer
+from shardlib.engine.data.norms import clip_grad_norm_
+from shardlib.engine.data.optimizer import register_optimizer
 from shardlib.optim._step import Closure, checked, loss_of, refuse, with_gradients
 
 __all__ = ["DistributedLamb", "FusedLAMB", "Lamb"]

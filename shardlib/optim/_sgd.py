@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.optim.sgd import sgd
 
-from shardlib.engine.optimizer import FUSED_SGD_DTYPES, register_optimizer
+from shardlib.engine.data.optimizer import FUSED_SGD_DTYPES, register_optimizer
 from shardlib.optim._step import Closure, has_kernel, loss_of, with_gradients
 
 __all__ = ["FusedSGD"]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from shardlib import errors
-from shardlib.engine.optimizer import FUSED_DTYPES
+from shardlib.engine.data.optimizer import FUSED_DTYPES
 from shardlib.errors import InputError
 
 __all__ = ["checked", "has_kernel", "loss_of", "refuse", "with_gradients"]

@@ -21,7 +21,7 @@ from torch import nn
 import shardlib as sl
 from shardlib import checkpoint
 from shardlib.checkpoint import _files, _load, _paths
-from shardlib.engine import materialize
+from shardlib.engine.apply import materialize
 from shardlib.errors import CheckpointError
 
 SAID = "was replaced while it was read. Load it again."

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 import shardlib as sl
 from shardlib import checkpoint
-from shardlib.engine.params import local_of
+from shardlib.engine.data.params import local_of
 from shardlib.engine.sharded import param_state_of
 from shardlib.testing.equivalence.measure import distance, scale_of, size
 from shardlib.testing.strategies import Case

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-from shardlib.engine import offload, optimizer
+from shardlib.engine.data import offload, optimizer
 
 __all__ = ["elsewhere"]
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from shardlib.engine import agree
+from shardlib.engine.ranks import agree
 from shardlib.errors import InputError, ShardingError
 from tests.house.source import modules
 
@@ -112,4 +112,4 @@ def test_no_module_sends_pickles_that_are_run():
         and (name := node.attr if isinstance(node, ast.Attribute) else node.id).endswith(("_object", "_object_list"))
         and name.startswith(("all_gather", "broadcast", "gather", "scatter", "send", "recv"))
     ]
-    assert not found, "exchange values by shardlib.engine.agree.exchange:\n" + "\n".join(found)
+    assert not found, "exchange values by shardlib.engine.ranks.agree.exchange:\n" + "\n".join(found)

@@ -20,8 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 import shardlib as sl
 from shardlib.engine import _torch
-from shardlib.engine import compile as compiling
-from shardlib.engine.recording import record_collectives
+from shardlib.engine.feature import compile as compiling
+from shardlib.engine.feature.recording import record_collectives
 from shardlib.errors import ShardingError
 from shardlib.testing.models import MLP, Numbers, Tokens, Transformer, rules_for
 from tests.engine.whole import whole

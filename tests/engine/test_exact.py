@@ -20,15 +20,15 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import shardlib as sl
 from shardlib.engine import _torch, ops
-from shardlib.engine.exact import _bits as _bits_module
-from shardlib.engine.exact import _normal
-from shardlib.engine.exact._bits import GOLDEN, Stream, bits
-from shardlib.engine.exact._calls import RANDOM
-from shardlib.engine.exact._data_rank import DataRank
-from shardlib.engine.exact._draw import _normal as _normal_numbers
-from shardlib.engine.exact._draw import draw
-from shardlib.engine.exact._local_elements import LocalElements
-from shardlib.engine.exact._mode import ExactMode
+from shardlib.engine.feature.exact import _bits as _bits_module
+from shardlib.engine.feature.exact import _normal
+from shardlib.engine.feature.exact._bits import GOLDEN, Stream, bits
+from shardlib.engine.feature.exact._calls import RANDOM
+from shardlib.engine.feature.exact._data_rank import DataRank
+from shardlib.engine.feature.exact._draw import _normal as _normal_numbers
+from shardlib.engine.feature.exact._draw import draw
+from shardlib.engine.feature.exact._local_elements import LocalElements
+from shardlib.engine.feature.exact._mode import ExactMode
 from shardlib.errors import ShardingError
 
 CPU = torch.device("cpu")

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardlib as sl
 from examples import gpt as example
-from shardlib.engine import randomness
+from shardlib.engine.feature import randomness
 from shardlib.errors import ShardingError
 from shardlib.testing import assert_equivalent
 from shardlib.testing.models import Numbers, Transformer, batch_for, rules_for

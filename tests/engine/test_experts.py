@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardlib as sl
-from shardlib.engine.recording import record_collectives
+from shardlib.engine.feature.recording import record_collectives
 from shardlib.optim import Lamb
 from shardlib.testing import equivalent
 from tests.engine.mixture import CHOICES, EMBED, EXPERTS, Experts, Mixture, Model

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import shardlib as sl
-from shardlib.engine import fp8
+from shardlib.engine.feature import fp8
 from shardlib.errors import CheckpointError, PlanError
 from shardlib.testing.models import Tokens, perturb, rules_for
 from shardlib.transforms import parse

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import shardlib as sl
-from shardlib.engine import linear
+from shardlib.engine.model import linear
 from tests.engine.whole import whole
 
 

@@ -27,9 +27,10 @@ from torch import nn
 import shardlib as sl
 from shardlib import MeshShape, checkpoint, testing
 from shardlib.checkpoint import _save
-from shardlib.engine import _torch, agree, lost
-from shardlib.engine.executor.bucket import Bucket
-from shardlib.engine.executor.reduce import AllReduceBucket
+from shardlib.engine import _torch
+from shardlib.engine.data.executor.bucket import Bucket
+from shardlib.engine.data.executor.reduce import AllReduceBucket
+from shardlib.engine.ranks import agree, lost
 from shardlib.errors import CheckpointError, LostRankError, MeshError
 from shardlib.testing import shared_pool
 from shardlib.testing.models import Transformer, batch_for, rules_for

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 
 import shardlib as sl
-from shardlib.engine.params import local_of
+from shardlib.engine.data.params import local_of
 from shardlib.engine.sharded import param_state_of
 from shardlib.errors import ShardingError
 from shardlib.testing import strategies

@@ -23,11 +23,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import shardlib as sl
-from shardlib.engine import _torch, apply, dryrun, full_step, offload, optimizer, transport, units
+from shardlib.engine import _torch, apply, dryrun
 from shardlib.engine._torch import TorchDispatchMode, pytree
 from shardlib.engine.apply import rank_plan
+from shardlib.engine.data import full_step, offload, optimizer, units
+from shardlib.engine.data.params import local_of
 from shardlib.engine.ops import UNSCALE, unscale
-from shardlib.engine.params import local_of
+from shardlib.engine.ranks import transport
 from shardlib.engine.sharded import param_state_of
 from shardlib.errors import PlanError, ShardingError
 from shardlib.testing import assert_equivalent

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import shardlib as sl
-from shardlib.engine.recompute import modules_to_recompute
+from shardlib.engine.feature.recompute import modules_to_recompute
 from shardlib.errors import PlanError
 from shardlib.testing import assert_equivalent
 from shardlib.testing.models import Numbers, Tokens, Transformer, rules_for

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 import shardlib as sl
 from shardlib.engine import dryrun
 from shardlib.engine.apply import apply_plan, record_of
-from shardlib.engine.gradients import ORDER_BITS
-from shardlib.engine.transport import Sent as Call
+from shardlib.engine.data.gradients import ORDER_BITS
+from shardlib.engine.ranks.transport import Sent as Call
 from shardlib.optim import Lamb
 from shardlib.testing.models import Transformer, rules_for
 from shardlib.transforms import Transform, fsdp, hsdp, replicate, zero

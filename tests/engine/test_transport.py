@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 import shardlib as sl
-from shardlib.engine import transport
-from shardlib.engine.executor.bucket import Bucket
-from shardlib.engine.transport import CollectiveTransport, PointToPointTransport, Workspace
+from shardlib.engine.data.executor.bucket import Bucket
+from shardlib.engine.ranks import transport
+from shardlib.engine.ranks.transport import CollectiveTransport, PointToPointTransport, Workspace
 from shardlib.layout import Layout, shard_spec
 from shardlib.testing import assert_equivalent
 from shardlib.testing.models import Tokens, Transformer, rules_for

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import shardlib as sl
-from shardlib.engine.gradients import GradientReducer
+from shardlib.engine.data.gradients import GradientReducer
 from shardlib.engine.sharded import record_of
 from shardlib.errors import ShardingError
 from shardlib.testing import assert_equivalent

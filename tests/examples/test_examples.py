@@ -13,7 +13,7 @@ import torch
 from data import batch, standard_library
 from gpt import GPT, GPTConfig
 
-from shardlib.engine.gradients import ORDER_BITS
+from shardlib.engine.data.gradients import ORDER_BITS
 from tests.house.source import ROOT
 from tests.main_on_ranks import run_script
 

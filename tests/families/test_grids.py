@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 import shardlib as sl
 from examples.gpt import GPT, GPTConfig
-from shardlib.engine.recording import record_collectives
+from shardlib.engine.feature.recording import record_collectives
 from shardlib.testing import assert_equivalent
 from shardlib.testing.models import Tokens, perturb
 from tests.families.cases import BERT, GPT2, LLAMA, VIT, Case, prove

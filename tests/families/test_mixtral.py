@@ -12,7 +12,7 @@ from torch import nn
 
 import shardlib as sl
 from shardlib.engine import ops
-from shardlib.engine.recording import record_collectives
+from shardlib.engine.feature.recording import record_collectives
 from shardlib.testing import Report, assert_equivalent
 from tests.engine.whole import gradients
 from tests.families.mixtral import ROWS, SEQ, SETTINGS, Case

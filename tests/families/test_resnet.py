@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import shardlib as sl
-from shardlib.engine.recording import record_collectives
+from shardlib.engine.feature.recording import record_collectives
 from shardlib.rules import suggest
 from shardlib.testing import assert_equivalent
 from tests.families.params import params

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import shardlib as sl
-from shardlib.engine.recording import record_collectives
+from shardlib.engine.feature.recording import record_collectives
 from shardlib.testing import assert_equivalent
 from tests.families.params import params
 from tests.families.t5 import Case

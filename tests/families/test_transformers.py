@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 import shardlib as sl
-from shardlib.engine.lazy_full_tensor import LazyFullTensor
+from shardlib.engine.model.lazy_full_tensor import LazyFullTensor
 from tests.families.cases import BERT, GPT2, LLAMA, VIT, Case, prove
 from tests.families.params import params
 from tests.families.transformer_models import small, text, transformers

@@ -73,6 +73,33 @@ def test_modules_of_a_room_import_each_other_in_no_circle(room: str):
     graphlib.TopologicalSorter(imported).prepare()  # raises CycleError with the circle
 
 
+# Of the engine, lower rooms first.
+ENGINE = [
+    ("_torch",),
+    ("undo",),
+    ("sharded", "ranks"),
+    ("ops",),
+    ("data",),
+    ("model",),
+    ("feature",),
+    ("pipeline",),
+    ("apply",),
+    ("dryrun",),
+]
+
+
+def test_a_room_of_the_engine_imports_only_from_lower_ones():
+    level = {room: i for i, rooms in enumerate(ENGINE) for room in rooms}
+    upward = [
+        f"{module}:{line} imports {name}"
+        for module in source.modules()
+        if module.startswith("shardlib.engine.")
+        for line, name in source.imports(module)
+        if name.startswith("shardlib.engine.") and level[name.split(".")[2]] > level[module.split(".")[2]]
+    ]
+    assert not upward, "\n".join(sorted(upward))
+
+
 def test_the_transport_alone_asks_for_the_back_end():
     """But for the time limit of a fake group, which has none."""
     asking = {
@@ -81,7 +108,7 @@ def test_the_transport_alone_asks_for_the_back_end():
         for node in ast.walk(tree)
         if module.startswith("shardlib.engine.") and isinstance(node, ast.Attribute) and node.attr == "get_backend"
     }
-    assert asking == {"shardlib.engine.transport", "shardlib.engine._torch.groups"}
+    assert asking == {"shardlib.engine.ranks.transport", "shardlib.engine._torch.groups"}
 
 
 PROBE = """

@@ -18,7 +18,7 @@ from shardlib.engine import ops
 from shardlib.engine._torch import fake_tensors
 from shardlib.engine.apply import shard_model
 from shardlib.engine.dryrun import plan, run_step
-from shardlib.engine.recording import record_collectives
+from shardlib.engine.feature.recording import record_collectives
 from shardlib.errors import PlanError
 from shardlib.transforms import Transform, fsdp, zero
 from tests.plan.cases import MLP_RULES, TINY, mlp, tiny

@@ -14,7 +14,7 @@ from shardlib._mesh import mesh
 from shardlib._plan import Recorded
 from shardlib._plan.report import ring_bytes
 from shardlib.engine.dryrun import run_step
-from shardlib.engine.recording import record_collectives
+from shardlib.engine.feature.recording import record_collectives
 from tests.plan.cases import TINY, tiny
 
 

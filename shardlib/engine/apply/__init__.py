@@ -22,7 +22,7 @@ from shardlib._log import timed
 from shardlib._mesh import MeshLike, MeshShape, device_here
 from shardlib._mesh import mesh as make_mesh
 from shardlib._plan import Plan, plan, transformed
-from shardlib.engine import _torch, agree, exact, fp8, optimizer
+from shardlib.engine import _torch
 from shardlib.engine.apply.additions import refuse_additions
 from shardlib.engine.apply.calls import compile_calls, wrap_calls
 from shardlib.engine.apply.check import ranks_agree, refuse_model, refuse_modules, refuse_plan, warn_of_idle_axes
@@ -30,18 +30,21 @@ from shardlib.engine.apply.copies import allow_copies
 from shardlib.engine.apply.initialize import initial_values
 from shardlib.engine.apply.install import install_modules
 from shardlib.engine.apply.parameters import casting, install_param_runtime
+from shardlib.engine.apply.pretrained import generate_together
 from shardlib.engine.apply.rank_plan import RankPlan
 from shardlib.engine.apply.shard import shard_tensors
 from shardlib.engine.apply.wrappers import refuse_wrappers
-from shardlib.engine.comparison import Check, check_choice
-from shardlib.engine.compile import check_backend
-from shardlib.engine.lost import naming_lost_ranks
-from shardlib.engine.params import local_of
+from shardlib.engine.data import optimizer
+from shardlib.engine.data.params import local_of
+from shardlib.engine.feature import exact, fp8
+from shardlib.engine.feature.comparison import Check, check_choice
+from shardlib.engine.feature.compile import check_backend
+from shardlib.engine.feature.randomness import agree_on_random_state, share_random_state
+from shardlib.engine.feature.recompute import modules_to_recompute
 from shardlib.engine.pipeline import weigh
 from shardlib.engine.pipeline.record import install_pipeline
-from shardlib.engine.pretrained import generate_together
-from shardlib.engine.randomness import agree_on_random_state, share_random_state
-from shardlib.engine.recompute import modules_to_recompute
+from shardlib.engine.ranks import agree
+from shardlib.engine.ranks.lost import naming_lost_ranks
 from shardlib.engine.sharded import Sharded, is_sharded, keep, record_of
 from shardlib.engine.undo import Undo
 from shardlib.errors import InputError, PlanError, check_flags, short_traceback

@@ -28,13 +28,13 @@ from shardlib.engine import _torch
 from shardlib.engine.apply.install import spread_experts
 from shardlib.engine.apply.rank_plan import RankPlan
 from shardlib.engine.apply.root import Root
-from shardlib.engine.compile import CompileReport, compile_blocks, run_eagerly, warn_of_no_effect
-from shardlib.engine.lost import watch_forward
+from shardlib.engine.data.schedule import Updates
+from shardlib.engine.data.units import Units
+from shardlib.engine.feature.compile import CompileReport, compile_blocks, run_eagerly, warn_of_no_effect
+from shardlib.engine.feature.recompute import recompute_in
 from shardlib.engine.pipeline.route import Route
-from shardlib.engine.recompute import recompute_in
-from shardlib.engine.schedule import Updates
+from shardlib.engine.ranks.lost import watch_forward
 from shardlib.engine.undo import Undo
-from shardlib.engine.units import Units
 
 __all__ = ["compile_calls", "wrap_calls"]
 

@@ -13,9 +13,11 @@ from torch.distributed.tensor import DTensor
 
 from shardlib._log import is_first_rank
 from shardlib._plan import Row, say_absent_axes
-from shardlib.engine import _torch, agree, lost, offload, transport
+from shardlib.engine import _torch
 from shardlib.engine.apply.rank_plan import RankPlan
-from shardlib.engine.comparison import SameBatches, StepComparison
+from shardlib.engine.data import offload
+from shardlib.engine.feature.comparison import SameBatches, StepComparison
+from shardlib.engine.ranks import agree, lost, transport
 from shardlib.engine.sharded import is_sharded, record_of
 from shardlib.errors import InputError, PlanError, ShardingError, warn
 from shardlib.layout import Dim, Layout

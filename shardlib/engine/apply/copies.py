@@ -12,8 +12,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardlib._plan import Row, rows_by_name
-from shardlib.engine import _torch, agree
-from shardlib.engine.params import local_of
+from shardlib.engine import _torch
+from shardlib.engine.data.params import local_of
+from shardlib.engine.ranks import agree
 from shardlib.engine.sharded import Sharded, record_of
 from shardlib.engine.undo import Undo, bare
 from shardlib.errors import ShardingError

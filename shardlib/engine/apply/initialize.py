@@ -9,9 +9,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardlib.engine import _torch, agree, exact, materialize, ops
-from shardlib.engine.apply import shard
+from shardlib.engine import _torch, ops
+from shardlib.engine.apply import materialize, shard
 from shardlib.engine.apply.rank_plan import RankPlan
+from shardlib.engine.feature import exact
+from shardlib.engine.ranks import agree
 
 __all__ = ["initial_values"]
 

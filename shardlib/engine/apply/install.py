@@ -7,13 +7,16 @@ import itertools
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardlib.engine import _torch, balance, batchnorm, borders, exact, experts, ops, state
+from shardlib.engine import _torch, ops
 from shardlib.engine.apply.rank_plan import RankPlan, owner_of
-from shardlib.engine.conversion import refuse_conversions, refuse_pickles
-from shardlib.engine.embedding import is_embedding, look_up_locally
-from shardlib.engine.linear import compute_locally
-from shardlib.engine.region import install_region
-from shardlib.engine.regions import inside
+from shardlib.engine.data import state
+from shardlib.engine.data.conversion import refuse_conversions, refuse_pickles
+from shardlib.engine.feature import balance, batchnorm, exact, experts
+from shardlib.engine.model import borders
+from shardlib.engine.model.embedding import is_embedding, look_up_locally
+from shardlib.engine.model.linear import compute_locally
+from shardlib.engine.model.region import install_region
+from shardlib.engine.model.regions import inside
 from shardlib.engine.undo import Undo
 from shardlib.rules.dims import linear_dims
 

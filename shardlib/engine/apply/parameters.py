@@ -9,19 +9,20 @@ import torch
 from torch import nn
 
 from shardlib._plan import units_of, update_buckets
-from shardlib.engine import _torch, offload, ops
+from shardlib.engine import _torch, ops
 from shardlib.engine.apply.check import input_check
 from shardlib.engine.apply.rank_plan import RankPlan
 from shardlib.engine.apply.root import Root
 from shardlib.engine.apply.shard import ShardedTensors
-from shardlib.engine.casting import Casting
-from shardlib.engine.comparison import Check, StepComparison
-from shardlib.engine.executor.gather import UpdateBucket
-from shardlib.engine.gradients import GradientReducer
-from shardlib.engine.params import MutableState, ParamState
-from shardlib.engine.schedule import Updates, wait_in_model
+from shardlib.engine.data import offload
+from shardlib.engine.data.executor.gather import UpdateBucket
+from shardlib.engine.data.gradients import GradientReducer
+from shardlib.engine.data.params import MutableState, ParamState
+from shardlib.engine.data.schedule import Updates, wait_in_model
+from shardlib.engine.data.units import Units, make_units
+from shardlib.engine.feature.comparison import Check, StepComparison
+from shardlib.engine.model.casting import Casting
 from shardlib.engine.undo import Undo
-from shardlib.engine.units import Units, make_units
 from shardlib.layout import shard_spec
 
 __all__ = ["ParamRuntime", "casting", "install_param_runtime"]

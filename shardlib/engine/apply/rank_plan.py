@@ -16,10 +16,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardlib._mesh import MeshShape, device_here
 from shardlib._plan import Movement, Optimizer, Plan, Purpose, Row, movements_of, rows_by_name
-from shardlib.engine import _torch, batchnorm, exact
-from shardlib.engine.executor import Executor
+from shardlib.engine import _torch
+from shardlib.engine.data.executor import Executor
+from shardlib.engine.feature import batchnorm, exact
+from shardlib.engine.model.regions import find_regions, inside
 from shardlib.engine.pipeline.stages import Stages, has_stages
-from shardlib.engine.regions import find_regions, inside
 from shardlib.errors import ShardingError
 from shardlib.layout import Layout
 

@@ -12,11 +12,11 @@ from torch.distributed.tensor import DTensor
 
 from shardlib.engine import _torch
 from shardlib.engine._torch import pytree
-from shardlib.engine.casting import Casting
-from shardlib.engine.gradients import GradientReducer, begin_hook
-from shardlib.engine.lazy_full_tensor import LazyFullTensor
-from shardlib.engine.region import unwrap_dtensor
-from shardlib.engine.units import Units, read_sentinel
+from shardlib.engine.data.gradients import GradientReducer, begin_hook
+from shardlib.engine.data.units import Units, read_sentinel
+from shardlib.engine.model.casting import Casting
+from shardlib.engine.model.lazy_full_tensor import LazyFullTensor
+from shardlib.engine.model.region import unwrap_dtensor
 
 __all__ = ["Root"]
 

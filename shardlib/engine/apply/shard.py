@@ -15,9 +15,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardlib._plan import Row
-from shardlib.engine import _torch, offload
+from shardlib.engine import _torch
 from shardlib.engine.apply.rank_plan import RankPlan
-from shardlib.engine.params import local_of
+from shardlib.engine.data import offload
+from shardlib.engine.data.params import local_of
 from shardlib.engine.undo import Undo
 from shardlib.errors import ShardingError
 from shardlib.layout import Layout, shard_spec

@@ -28,8 +28,6 @@ from shardlib.engine._torch import (
     restore_handlers,
     unpatch,
 )
-from shardlib.engine.full_tensor import to_full_tensor
-from shardlib.engine.lost import naming_lost_ranks_in_operations
 from shardlib.engine.ops import _rules
 from shardlib.engine.ops._composite import install as replace_composites
 from shardlib.engine.ops._data import assign_data
@@ -39,6 +37,8 @@ from shardlib.engine.ops._record import GatheredOp, ShardlibGatherWarning, recor
 from shardlib.engine.ops._rows import P, R, S, row, rule, ruled_ops
 from shardlib.engine.ops._scaled import UNSCALE, unscale
 from shardlib.engine.ops._stored import averaged, refuse_local_tensors, written_whole
+from shardlib.engine.ops.redistribute import to_full_tensor
+from shardlib.engine.ranks.lost import naming_lost_ranks_in_operations
 
 __all__ = [
     "GatheredOp",

@@ -6,8 +6,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardlib.engine._torch import local_of, replicated_spec, spec_of
-from shardlib.engine.full_tensor import to_full_tensor
 from shardlib.engine.ops._operands import redistributed
+from shardlib.engine.ops.redistribute import to_full_tensor
 from shardlib.errors import ShardingError
 
 __all__ = ["assign_data"]

@@ -42,7 +42,6 @@ from shardlib.engine._torch import (
     splits,
     wrap,
 )
-from shardlib.engine.lost import naming_lost_ranks_in_operations
 from shardlib.engine.ops import _alias
 from shardlib.engine.ops._choose import Choice, choose
 from shardlib.engine.ops._foreach import foreach, is_foreach
@@ -57,6 +56,7 @@ from shardlib.engine.ops._operands import (
     spec_like,
 )
 from shardlib.engine.ops._rows import Call, Local, Meta, Op, Rule, is_split, rule_of
+from shardlib.engine.ranks.lost import naming_lost_ranks_in_operations
 from shardlib.errors import ShardingError
 
 __all__ = ["drawing_by", "drawn", "forget_decisions", "forget_statics", "is_random", "policy", "remember_statics"]

@@ -33,8 +33,8 @@ from shardlib.engine._torch import (
     splits,
     sum_scattered,
 )
-from shardlib.engine.lost import naming_lost_ranks_in_operations
 from shardlib.engine.ops._rows import Op, is_split
+from shardlib.engine.ranks.lost import naming_lost_ranks_in_operations
 from shardlib.errors import ShardingError
 
 __all__ = [

@@ -12,10 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
 from shardlib._mesh import MeshShape
-from shardlib.engine import agree
 from shardlib.engine._torch import DTensorSpec, Op, has_values, pytree, written_to
-from shardlib.engine.full_tensor import to_full_tensor
 from shardlib.engine.ops._operands import redistributed
+from shardlib.engine.ops.redistribute import to_full_tensor
+from shardlib.engine.ranks import agree
 from shardlib.errors import ShardingError
 
 __all__ = ["averaged", "refuse_local_tensors", "written_whole"]

@@ -13,11 +13,11 @@ from torch import nn
 
 from shardlib._plan.schedules import Action
 from shardlib.engine import _torch
+from shardlib.engine.data.wrapper import as_count
 from shardlib.engine.pipeline.batch import Call
 from shardlib.engine.pipeline.route import StageBoundary, has_values, without_fakes
 from shardlib.engine.pipeline.streams import Streams
 from shardlib.engine.sharded import Sharded
-from shardlib.engine.wrapper import as_count
 from shardlib.errors import InputError, PlanError
 
 __all__ = ["Computation", "Criterion", "Losses", "Microbatch"]

@@ -12,9 +12,9 @@ from torch import nn
 from shardlib._plan import Plan, StageRun
 from shardlib._plan.schedules import Action
 from shardlib.engine._torch import pytree
+from shardlib.engine.feature.recording import Recording
 from shardlib.engine.pipeline.batch import rows
 from shardlib.engine.pipeline.step import Step
-from shardlib.engine.recording import Recording
 from shardlib.engine.sharded import record_of
 
 __all__ = ["roots_of", "run"]

@@ -34,9 +34,9 @@ from torch.overrides import TorchFunctionMode
 
 from shardlib.engine import _torch
 from shardlib.engine._torch import flatten_with_path, pytree
-from shardlib.engine.casting import Casting
+from shardlib.engine.model.casting import Casting
+from shardlib.engine.model.region import unwrap_dtensor, wrap_replicated
 from shardlib.engine.pipeline.stages import Stages
-from shardlib.engine.region import unwrap_dtensor, wrap_replicated
 from shardlib.engine.undo import Undo
 from shardlib.errors import PlanError, ShardingError
 

@@ -17,11 +17,11 @@ from torch.distributed.tensor import DTensor
 from shardlib._mesh import MeshShape
 from shardlib._plan import Movement, movements_of
 from shardlib.engine import _torch
-from shardlib.engine.groups import group_of
-from shardlib.engine.lost import naming_lost_ranks
-from shardlib.engine.params import ParamState, local_of
+from shardlib.engine.data.params import ParamState, local_of
 from shardlib.engine.pipeline.stages import Stages
-from shardlib.engine.transport import Transport
+from shardlib.engine.ranks.groups import group_of
+from shardlib.engine.ranks.lost import naming_lost_ranks
+from shardlib.engine.ranks.transport import Transport
 
 __all__ = ["Shared", "shared_parameters"]
 

@@ -21,9 +21,9 @@ import torch.distributed as dist
 from torch import nn
 
 from shardlib._plan.schedules import Action, order
-from shardlib.engine import _torch, agree, lost
-from shardlib.engine.gradients import Aside
-from shardlib.engine.lost import naming_lost_ranks
+from shardlib.engine import _torch
+from shardlib.engine.data.gradients import Aside
+from shardlib.engine.data.wrapper import OptimizerWrapper
 from shardlib.engine.pipeline.batch import (
     Call,
     as_call,
@@ -43,8 +43,9 @@ from shardlib.engine.pipeline.compute import Computation, Criterion, Losses, Mic
 from shardlib.engine.pipeline.route import StageBoundary
 from shardlib.engine.pipeline.streams import Streams
 from shardlib.engine.pipeline.transport import Transport
+from shardlib.engine.ranks import agree, lost
+from shardlib.engine.ranks.lost import naming_lost_ranks
 from shardlib.engine.sharded import Sharded, record_of
-from shardlib.engine.wrapper import OptimizerWrapper
 from shardlib.errors import InputError, LostRankError, ShardingError, StageError, check_flags, warn
 
 __all__ = ["PipelineStep", "Step", "pipeline_step"]

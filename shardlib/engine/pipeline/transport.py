@@ -25,10 +25,10 @@ import torch.distributed as dist
 
 from shardlib._plan.schedules import Action, order
 from shardlib.engine import _torch
-from shardlib.engine.groups import group_of
 from shardlib.engine.pipeline.route import StageBoundary
 from shardlib.engine.pipeline.stages import Stages, as_bytes
-from shardlib.engine.transport import exchange, limit_of
+from shardlib.engine.ranks.groups import group_of
+from shardlib.engine.ranks.transport import exchange, limit_of
 
 __all__ = ["Channels", "Timetable", "Transport"]
 

@@ -17,11 +17,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardlib._measure import timed
 from shardlib._plan import Plan, RulesLike, as_rules
-from shardlib.engine import _torch, agree
+from shardlib.engine import _torch
 from shardlib.engine._torch import pytree
-from shardlib.engine.flops import operations_of
+from shardlib.engine.feature.flops import operations_of
 from shardlib.engine.pipeline.batch import Call, as_call, key_of
 from shardlib.engine.pipeline.stages import fake_copy, fake_like
+from shardlib.engine.ranks import agree
 from shardlib.errors import PlanError, RuleError
 from shardlib.rules import Balanced, By, Weigh
 

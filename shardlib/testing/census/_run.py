@@ -28,7 +28,7 @@ from shardlib._plan import plan
 from shardlib._plan.rows import Row
 from shardlib.engine import record_collectives, shard_model
 from shardlib.engine._torch import pytree
-from shardlib.engine.batchnorm import is_batch_norm
+from shardlib.engine.feature.batchnorm import is_batch_norm
 from shardlib.rules.foreign import has_tp_plan
 from shardlib.testing._pool import HangError, RankDied, shared_pool
 from shardlib.testing.census import _models

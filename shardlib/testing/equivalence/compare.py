@@ -17,8 +17,9 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from shardlib._mesh import MeshShape
 from shardlib._progress import Progress
-from shardlib.engine import _torch, agree, get_plan, ops
+from shardlib.engine import _torch, get_plan, ops
 from shardlib.engine._torch import flatten_with_path, pytree
+from shardlib.engine.ranks import agree
 from shardlib.engine.sharded import is_sharded, wait_for_updates
 from shardlib.errors import InputError
 from shardlib.layout import Layout

@@ -13,7 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardlib._progress import Progress
-from shardlib.engine import agree
+from shardlib.engine.ranks import agree
 from shardlib.engine.sharded import wait_for_updates
 from shardlib.testing.equivalence import cause, measure, parts
 from shardlib.testing.equivalence.case import Case

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from shardlib.engine.compile import repeated_blocks
+from shardlib.engine.feature.compile import repeated_blocks
 from shardlib.engine.sharded import record_of
 
 __all__ = ["Paths", "paths_of"]

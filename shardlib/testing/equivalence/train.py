@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from shardlib._plan import Plan
 from shardlib.engine import _torch, clip_grad_norm_, get_grad_norm, get_plan, no_sync, pipeline_step
 from shardlib.engine._torch import pytree
-from shardlib.engine.exact import exact_random
+from shardlib.engine.feature.exact import exact_random
 from shardlib.engine.sharded import is_sharded, record_of
 from shardlib.errors import InputError, ShardlibError
 from shardlib.testing.equivalence.case import Case, default_loss, rows_of

@@ -11,8 +11,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardlib._mesh import mesh as make_mesh
-from shardlib.engine import _torch, exact, get_plan, shard_model
-from shardlib.engine.exact import draw_exactly
+from shardlib.engine import _torch, get_plan, shard_model
+from shardlib.engine.feature import exact
+from shardlib.engine.feature.exact import draw_exactly
 from shardlib.engine.sharded import is_sharded
 from shardlib.errors import InputError
 from shardlib.testing.at_scale import at_scale

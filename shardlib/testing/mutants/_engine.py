@@ -12,20 +12,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from shardlib.engine import (
-    _torch,
-    batchnorm,
-    borders,
-    exact,
-    gradients,
-    linear,
-    optimizer,
-    params,
-    region,
-    schedule,
-)
+from shardlib.engine import _torch
 from shardlib.engine.apply import rank_plan, shard
-from shardlib.engine.executor import bucket, reduce
+from shardlib.engine.data import gradients, optimizer, params, schedule
+from shardlib.engine.data.executor import bucket, reduce
+from shardlib.engine.feature import batchnorm, exact
+from shardlib.engine.model import borders, linear, region
 from shardlib.layout import Dim, Layout
 from shardlib.rules import Rules
 from shardlib.testing import models
@@ -195,14 +187,14 @@ def _cut_gradient(original: Any) -> Any:
 
 
 def _partial_taken_for_whole(original: Any) -> Any:
-    def moved(x: DTensor, placements: Any) -> DTensor:
+    def redistribute(x: DTensor, placements: Any) -> DTensor:
         spec = _torch.spec_of(x)
         if any(p.is_partial() for p in spec.placements):
             return _torch.wrap(_torch.local_of(x), _torch.spec_with(spec, placements))
         result: DTensor = original(x, placements)
         return result
 
-    return moved
+    return redistribute
 
 
 def _own_gradient(original: Any) -> Any:
@@ -323,7 +315,7 @@ ENGINE = (
     Mutant(
         "vocabulary sum", "the output of a vocabulary-parallel embedding is not summed over its ranks",
         "hpcaitech/ColossalAI#5110", r"embed",
-        _ON_TP, replaced(borders, "_moved_locally", _partial_taken_for_whole),
+        _ON_TP, replaced(borders, "redistribute", _partial_taken_for_whole),
     ),
     Mutant(
         "fused qkv", "a fused weight of q, k and v is sharded as one dim",

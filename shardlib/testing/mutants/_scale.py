@@ -10,8 +10,8 @@ from unittest import mock
 
 import torch
 
-from shardlib.engine import params, schedule, units
-from shardlib.engine.executor import gather, reduce
+from shardlib.engine.data import params, schedule, units
+from shardlib.engine.data.executor import gather, reduce
 from shardlib.testing.mutants._mutant import Mutant, replaced, transformer
 from shardlib.transforms import hsdp, zero
 

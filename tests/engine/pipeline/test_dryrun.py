@@ -12,8 +12,8 @@ from torch import nn
 import shardlib as sl
 from shardlib._plan import DryRun
 from shardlib._plan.readable import human_bytes
+from shardlib.engine.feature.recording import record_collectives
 from shardlib.engine.pipeline import fake_run
-from shardlib.engine.recording import record_collectives
 from shardlib.testing.models import Transformer, rules_for
 
 IDS = torch.zeros(5, 6, dtype=torch.long)  # three microbatches of two, two and one row

@@ -1,0 +1,1 @@
+"""Modules that compute on DTensors: regions, the layouts at their borders, linear layers and embeddings."""
