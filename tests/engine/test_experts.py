@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import math
 from collections.abc import Callable
 from typing import Any
@@ -124,6 +125,25 @@ def _passes() -> float:
 
 def test_passes_of_a_step_are_averaged_where_no_bucket_carries_gradients_of_experts(ranks):
     assert max(ranks(2).run(_passes)) < 1e-10
+
+
+def _after_another_that_one_rank_has_freed() -> float:
+    """Clip by torch's own function, which takes other collectives by torch's rules than by ours."""
+    _, other = _sharded("ep=2", sl.zero(2))
+    kept = [other] if dist.get_rank() else []
+    del other
+    gc.collect()
+    single, model = _sharded("ep=2")
+    single(batch(0)).square().mean().backward()
+    model(_mine(batch(0))).square().mean().backward()
+    for each in (single, model):
+        nn.utils.clip_grad_norm_(each.parameters(), 0.1)
+    assert len(kept) == dist.get_rank()
+    return _worst(model, single)
+
+
+def test_ranks_use_the_same_rules_also_where_some_have_freed_another_model_on_the_mesh(ranks):
+    assert max(ranks(2).run(_after_another_that_one_rank_has_freed)) < 1e-10
 
 
 def _unequal() -> float:
