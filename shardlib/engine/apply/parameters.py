@@ -71,8 +71,8 @@ def install_param_runtime(
             _torch.set_grad_dtype(one.param, one.grad_dtype)
             undo.callback(_torch.set_grad_dtype, one.param, one.param.dtype)
     step = rank_plan.plan.step
-    # Every mesh on which this model has DTensors, as for `float(p.grad.norm())` and `p[0].zero_()`: whether another model
-    # has enabled it depends on when each rank has freed that one.
+    # Every mesh on which this model has DTensors, as for `float(p.grad.norm())` and `p[0].zero_()`. Another model may
+    # have enabled it, which ranks free at different times.
     if any(one.shard_spec is not None or rank_plan.is_spread(one.name) for one in param_states):
         ops.enable(rank_plan.mesh, stored=True)
         if rank_plan.expert_mesh is not None:
