@@ -60,11 +60,6 @@ class Bucket:
         return summed_over(self.first, self.mesh)
 
     @property
-    def bytes(self) -> int:
-        """The bytes of the unsharded tensors, on the rank where they are largest."""
-        return sum(_unsharded_bytes(one, self.mesh) for one in self.movements)
-
-    @property
     def shard_bytes(self) -> int:
         """The bytes of one rank's shards, on the rank where they are largest."""
         return sum(_shard_bytes(one, self.mesh) for one in self.movements)
