@@ -192,9 +192,13 @@ def summed_over(movement: Movement, mesh: MeshShape) -> tuple[str, ...]:
 
 
 def _buckets(
-    movements: Iterable[Movement], mesh: MeshShape, limit: int | None, apart: Callable[[Movement], Hashable] = bool
+    movements: Iterable[Movement],
+    mesh: MeshShape,
+    limit: int | None,
+    apart: Callable[[Movement], Hashable] = lambda _: None,
 ) -> list[Bucket]:
-    """Put movements of one form together until they reach a size; a tensor that moves by itself is a bucket."""
+    """Put movements together until they reach a size, of one form and with an equal `apart`; a tensor that moves by
+    itself is a bucket."""
     made: list[Bucket] = []
     pending: dict[Hashable, list[Movement]] = {}
     filled: dict[Hashable, int] = {}

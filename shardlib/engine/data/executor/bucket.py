@@ -92,6 +92,13 @@ class Bucket:
         fits = self._in_rows and all(tensor.is_contiguous() for tensor in tensors)
         return [tensor.view(self.transport.count, -1) for tensor in tensors] if fits else []
 
+    def _memory_of(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Return the flat memory that is sent, that of the tensor where it moves alone; and what is borrowed for it."""
+        if self.alone and tensors[0].dtype == self.dtype and tensors[0].is_contiguous():
+            return tensors[0].view(-1), []
+        packed = self.workspace.take(self.total, self.dtype, self.device)
+        return packed, [packed]
+
     # --- summing ------------------------------------------------------------------------------------------------------
 
     def reduce(self, tensors: Sequence[torch.Tensor], carries: Iterable[Movement] = ()) -> Handle:
@@ -99,12 +106,8 @@ class Bucket:
 
         A tensor that moves alone must not change until then. Other tensors are packed into a workspace buffer.
         """
-        borrowed = []
-        if self.alone and tensors[0].dtype == self.dtype and tensors[0].is_contiguous():
-            packed = tensors[0].view(-1)
-        else:
-            packed = self.workspace.take(self.total, self.dtype, self.device)
-            borrowed.append(packed)
+        packed, borrowed = self._memory_of(tensors)
+        if borrowed:
             self._pack(tensors, packed)
         moving = self.transport.reduce_scatter(self._blocks(packed), self.workspace, carries)
         moving.borrowed += borrowed
@@ -141,12 +144,7 @@ class Bucket:
 
         Where a tensor moves alone, its shard may be this rank's block of it.
         """
-        borrowed = []
-        if self.alone and tensors[0].dtype == self.dtype and tensors[0].is_contiguous():
-            packed = tensors[0].view(-1)
-        else:
-            packed = self.workspace.take(self.total, self.dtype, self.device)
-            borrowed.append(packed)
+        packed, borrowed = self._memory_of(tensors)
         blocks = self._blocks(packed)
         local_block = blocks[self.transport.index]
         if self.shard_numel and local_block.data_ptr() != shards[0].data_ptr():
