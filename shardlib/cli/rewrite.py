@@ -212,9 +212,10 @@ class _Script:
         froms: dict[str, list[str]] = {}
         for alias in node.names:
             new = RENAMED.get(alias.name, Renamed("shardlib", alias.name))
-            froms.setdefault(new.module, []).append(f"{new.name} as {alias.asname}" if alias.asname else new.name)
+            local = alias.asname or (alias.name if _assigns(scope, alias.name) else new.name)
+            froms.setdefault(new.module, []).append(new.name if local == new.name else f"{new.name} as {local}")
             for chain in _chains(scope, alias.asname or alias.name):
-                self._replace(chain[0], new.call.replace(new.name, alias.asname or new.name, 1))
+                self._replace(chain[0], new.call.replace(new.name, local, 1))
         start, end = self._range(node)
         self.edits[start, end] = self._statements(start, end, [], {key: _unique(names) for key, names in froms.items()})
         return True
@@ -377,6 +378,11 @@ class _Script:
         for (start, end), text in sorted(self.edits.items(), reverse=True):
             data = data[:start] + text.encode() + data[end:]
         return data.decode()
+
+
+def _assigns(scope: ast.AST, name: str) -> bool:
+    """Tell whether something else is given this name, as in `fit = fit("1GB")`."""
+    return any(isinstance(n, ast.Name) and n.id == name and isinstance(n.ctx, ast.Store) for n in ast.walk(scope))
 
 
 def _unique(names: Iterable[str]) -> list[str]:

@@ -208,3 +208,8 @@ def test_former_names_of_shardlib_become_the_present_ones():
     made = rewrite(FORMER)
     assert (made.text, made.remarks, made.found) == (PRESENT, (), True)
     assert rewrite(PRESENT) == Rewritten(PRESENT, (), found=False)
+
+
+def test_a_former_name_that_a_script_assigns_keeps_it():
+    script = "from shardlib import {}, get_plan\nfit = fit('1GB')\nprint(fit)\n"
+    assert rewrite(script.format("fit")).text == script.format("fit_memory as fit")
