@@ -60,6 +60,11 @@ class Bucket:
         return summed_over(self.first, self.mesh)
 
     @property
+    def scattered(self) -> tuple[str, ...]:
+        """The axes over which gradients are reduced to shards; none where every rank gets the full sum."""
+        return next((step.axes for step in self.first.collectives if step.kind == "reduce_scatter"), ())
+
+    @property
     def shard_bytes(self) -> int:
         """The bytes of one rank's shards, on the rank where they are largest."""
         return sum(_shard_bytes(one, self.mesh) for one in self.movements)

@@ -319,12 +319,11 @@ class _Work:
         self._refuse_kinds(into)
         self.into += into
         self.at_end.append(partial(_restore_optimizer, optimizer, options, state))
-        if (scaler := getattr(optimizer, "scaler", None)) is not None and "scaler" in saved:
-            loss_scale = decode(saved["scaler"], self._value)
-            self.at_end.append(partial(_load_state, "the loss scale of optimizer", scaler, loss_scale))
-        if (history := getattr(optimizer, "fp8_history", None)) is not None and "fp8_history" in saved:
-            steps = decode(saved["fp8_history"], self._value)
-            self.at_end.append(partial(_load_state, "the float8 scales of optimizer", history, steps))
+        for name, kept in getattr(optimizer, "stateful", {}).items():
+            if name in saved:
+                self.at_end.append(
+                    partial(_load_state, f'"{name}" of optimizer', kept, decode(saved[name], self._value))
+                )
 
     def _prepare_scheduler(self, lr_scheduler: Any) -> None:
         saved = self._state("lr_scheduler", "a learning rate scheduler")

@@ -149,10 +149,8 @@ def describe(optimizer: torch.optim.Optimizer, of: Known, put: Put) -> dict[str,
         if (other := {k: v for k, v in optimizer.state.get(param, {}).items() if not isinstance(v, torch.Tensor)})
     }
     made = {"class": _class_of(optimizer), "groups": groups, "values": values}
-    if (scaler := getattr(optimizer, "scaler", None)) is not None:
-        made["scaler"] = encode(scaler.state_dict(), "optimizer.scaler", put)
-    if (history := getattr(optimizer, "fp8_history", None)) is not None:
-        made["fp8_history"] = encode(history.state_dict(), "optimizer.fp8_history", put)
+    for name, kept in getattr(optimizer, "stateful", {}).items():
+        made[name] = encode(kept.state_dict(), f"optimizer.{name}", put)
     return made
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakValueDictionary
 
 import torch
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from shardlib.engine.data.units import Units
     from shardlib.engine.feature.comparison import StepComparison
     from shardlib.engine.feature.compile import CompileReport
-    from shardlib.engine.feature.fp8 import History
     from shardlib.engine.pipeline.record import Pipeline
 
 __all__ = [
     "Sharded",
+    "Stateful",
     "is_sharded",
     "keep",
     "param_state_of",
@@ -38,6 +38,14 @@ __all__ = [
     "updates_of",
     "wait_for_updates",
 ]
+
+
+class Stateful(Protocol):
+    """What a feature keeps from one step to the next."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any], /) -> Any: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +59,7 @@ class Sharded:
         mesh: the mesh of all axes of `plan`.
         reducer: the reducer of the model's gradients.
         compiled: the report on compiled blocks.
-        fp8_history: the history of float8 scales, if they depend on earlier steps.
+        stateful: what features keep between steps. It is saved with the optimizer, under these names.
         units: groups of parameters that are unsharded together; None if none is stored in shards.
         updates: all-gathers parameters after a step; None if no state is sharded without its parameter.
         pipeline: the stages, if there are several.
@@ -64,7 +72,7 @@ class Sharded:
     mesh: DeviceMesh
     reducer: GradientReducer
     compiled: CompileReport
-    fp8_history: History | None
+    stateful: Mapping[str, Stateful]
     units: Units | None
     updates: Updates | None
     pipeline: Pipeline | None

@@ -335,8 +335,8 @@ DELAYED = sl.precision("fp8", scaling="delayed", history=3)
 
 def _delayed(features: tuple[int, int], steps: int = 3) -> tuple[nn.Linear, fp8.History]:
     module = nn.Linear(*features).bfloat16()
-    history = fp8.History(fp8.Linears(("",)), steps, torch.device("cpu"))
-    fp8.install(module, fp8.Linears(("",)), history)
+    history = fp8.History(("",), steps, torch.device("cpu"))
+    fp8.install(module, fp8.Linears(("",), history=history))
     return module, history
 
 
@@ -416,9 +416,9 @@ def _histories(mesh: str, *transforms: Any) -> tuple[torch.Tensor, list[bool], t
         ids = Tokens(8, 5, 16)(step).chunk(dist.get_world_size())[dist.get_rank()]
         for part in ids.chunk(sl.get_plan(model).step.accumulate):
             optimizer.backward(F.cross_entropy(model(part).flatten(0, 1), part.flatten()))
-            alone.append(optimizer.fp8_history.now.any().item())
+            alone.append(optimizer.stateful["fp8_history"].now.any().item())
         optimizer.step()
-        seen.append(optimizer.fp8_history.largest.clone())
+        seen.append(optimizer.stateful["fp8_history"].largest.clone())
     return torch.stack(seen), alone, torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
@@ -473,7 +473,7 @@ def _continued(folder: str, by: str) -> list[tuple[float, list[Any]]]:
         loss = F.cross_entropy(made[which](ids).flatten(0, 1), ids.flatten())
         optimizers[which].backward(loss)
         optimizers[which].step()
-        seen.append((loss.item(), optimizers[which].fp8_history.state_dict()["steps"].tolist()))
+        seen.append((loss.item(), optimizers[which].stateful["fp8_history"].state_dict()["steps"].tolist()))
     return seen
 
 
@@ -485,7 +485,7 @@ def test_scales_are_saved_with_the_optimizer(ranks, tmp_path, by):
 
 
 def test_histories_of_other_lengths_and_models():
-    long, short = (fp8.History(fp8.Linears(("a", "b")), steps, torch.device("cpu")) for steps in (4, 2))
+    long, short = (fp8.History(("a", "b"), steps, torch.device("cpu")) for steps in (4, 2))
     for step in range(6):
         long.now.fill_(step)
         long.end_step(None)
@@ -495,7 +495,7 @@ def test_histories_of_other_lengths_and_models():
     long.load_state_dict(short.state_dict())
     assert long.state_dict()["steps"][:, 0, 0].tolist() == [0, 0, 4, 5]
     with pytest.raises(CheckpointError, match=r"In one of them only: b, c\. Choose the same linears="):
-        long.load_state_dict(fp8.History(fp8.Linears(("a", "c")), 4, torch.device("cpu")).state_dict())
+        long.load_state_dict(fp8.History(("a", "c"), 4, torch.device("cpu")).state_dict())
 
 
 def test_delayed_scaling_is_written_and_read():

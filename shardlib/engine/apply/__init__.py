@@ -218,8 +218,6 @@ def apply_plan(
     refuse_modules(model, rank_plan)
     recomputed = modules_to_recompute(model, rank_plan.plan.step.recompute)
     float8 = fp8.choose(model, rank_plan.plan, rank_plan.device, rank_plan.regions)
-    steps = rank_plan.plan.step.fp8_history
-    history = fp8.History(float8, steps, rank_plan.device) if steps and float8.names else None
     warn_of_idle_axes(rank_plan)
     _torch.set_timeouts(rank_plan.mesh if stages is None else stages.mesh)
     tensors = agree.named_tensors(model)
@@ -245,11 +243,11 @@ def apply_plan(
             sharded,
             installed,
             undo,
-            end_step=None if history is None else functools.partial(history.end_step, rank_plan.mesh_group),
+            end_step=float8.end_step(rank_plan.mesh_group),
             check=check,
             batch_norm_is_global=global_batch_norm,
         )
-        installed.callback(fp8.install(model, float8, history))
+        installed.callback(fp8.install(model, float8))
         backend = None if stages is not None and stages.splits_backward else compile
         compiled = compile_calls(model, rank_plan, backend, installed)
         pipeline = None
@@ -278,7 +276,7 @@ def apply_plan(
             mesh=rank_plan.mesh,
             reducer=runtime.reducer,
             compiled=compiled,
-            fp8_history=history,
+            stateful=float8.stateful,
             units=runtime.units,
             updates=runtime.updates,
             pipeline=pipeline,

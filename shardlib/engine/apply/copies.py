@@ -114,5 +114,5 @@ def _copy_state(source: Sharded, target: Sharded) -> None:
     for one, other in zip(source.reducer.param_states, target.reducer.param_states, strict=True):
         master = one.mutable.master
         other.keep_master(None if master is None else master.clone())
-    if source.fp8_history is not None and target.fp8_history is not None:
-        target.fp8_history.load_state_dict(source.fp8_history.state_dict())
+    for name, kept in source.stateful.items():
+        target.stateful[name].load_state_dict(kept.state_dict())

@@ -142,11 +142,6 @@ class GradientReducer:
         """Return the data axes over which a gradient is summed: not those whose ranks have different experts."""
         return tuple(axis for axis in self.data_axes if axis not in param_state.compute.axes)
 
-    def _summed_over(self, param_state: ParamState, partial: Axes) -> Axes:
-        """Return the axes over which a gradient is summed, in the order of the mesh."""
-        due = self.due(param_state)
-        return tuple(axis for axis in self.sizes if axis in due or axis in partial)
-
     def data_group(self) -> dist.ProcessGroup | None:
         """Return the group of ranks that train on different examples; None where there is one such rank."""
         return self.executor.group(self.data_axes) if self.data_axes else None
@@ -440,15 +435,12 @@ class GradientReducer:
         used = torch.tensor([float(slot.filled) for slot in slots], device=self.executor.device)
         if self.data_axes:
             self.executor.transport(self.data_axes).all_reduce(used).wait()
-        batches: dict[Any, list[Slot]] = {}
-        for slot in slots:
-            axes = self._summed_over(slot.param_state, slot.param_state.partial_axes(slot.unreduced))
-            one = slot.param_state
-            batches.setdefault((axes, one.axes, one.dtype, "grad" in one.offloaded), []).append(slot)
+        by_name = {slot.param_state.name: slot for slot in slots}
+        reductions = [slot.param_state.reduction(slot.param_state.partial_axes(slot.unreduced)) for slot in slots]
         found: dict[int, torch.Tensor] = {}
-        for (axes, *_), batch in batches.items():
-            movements = [slot.param_state.named(slot.param_state.movements["gradients"]) for slot in batch]
-            bucket = self._bucket(axes, batch, PlannedBucket(tuple(movements), MeshShape.of(self.mesh)))
+        for planned in gradient_buckets(reductions, MeshShape.of(self.mesh), self.step):
+            batch = [by_name[name] for name in planned.names]
+            bucket = self._bucket(planned.summed, batch, planned)
             assert isinstance(bucket, ReduceScatterBucket)
             bucket.averaging = dataclasses.replace(self.averaging, passes=1)  # hooks of parameters see to passes
             bucket.begin(None)
@@ -633,7 +625,8 @@ class GradientReducer:
         like = self._by_name[planned.first.name].param_state
         dtype = planned.first.dtype if slots else self.step.reduce_dtype or torch.float32
         common = self.executor, self.averaging, axes, slots, dtype, planned, like, flags
-        if like.shard_spec is not None:
+        assert bool(planned.scattered) == (like.shard_spec is not None), planned
+        if planned.scattered:
             return ReduceScatterBucket(*common)
         return AllReduceBucket(*common, on_mesh=self.has_shards)
 

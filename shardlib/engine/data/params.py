@@ -137,6 +137,10 @@ class ParamState:
             expected = row.replace(grad=row.grad or row.stored, state=row.state or row.stored, partial=partial)
             self.mutable.row, self.mutable.movements = expected, None
 
+    def reduction(self, partial: Axes) -> Movement:
+        """Return the movement that reduces a gradient which is a partial sum over some model axes."""
+        return self.named(self.list_movements(self.row.replace(partial=partial), "elementwise")["gradients"])
+
     def copied(self, purpose: Purpose) -> None:
         """Record the copy between host and device of one of its movements."""
         self.executor.copied(movements_of([self], purpose))

@@ -19,7 +19,7 @@ from shardlib.engine.data.norms import clip_among, clip_grad_value_
 from shardlib.engine.data.params import local_of
 from shardlib.engine.data.scaler import LossScaler
 from shardlib.engine.ranks.lost import naming_lost_ranks
-from shardlib.engine.sharded import Sharded, param_state_of, record_of
+from shardlib.engine.sharded import Sharded, Stateful, param_state_of, record_of
 from shardlib.errors import CheckpointError, InputError, ShardingError
 
 __all__ = ["OptimizerWrapper"]
@@ -49,6 +49,7 @@ class OptimizerWrapper(torch.optim.Optimizer):
     Attributes:
         step_was_skipped: whether the last `step()` changed nothing: a gradient was not finite, or further backward
             passes belong to the step.
+        stateful: what is saved beside the state, by name: the loss scale, and what features of the plan keep.
 
     Raises:
         ShardingError: the model is not sharded, or the optimizer has parameters of another model.
@@ -85,7 +86,8 @@ class OptimizerWrapper(torch.optim.Optimizer):
         self._refuse_foreign_params()
         step = self._record.plan.step
         self.scaler = LossScaler(step.scaler) if step.scaler is not None else None
-        self.fp8_history = self._record.fp8_history
+        scaled = {} if self.scaler is None else {"scaler": self.scaler}
+        self.stateful: dict[str, Stateful] = {**scaled, **self._record.stateful}
         self.step_was_skipped = False
         self._reset_step()
 
@@ -312,8 +314,8 @@ class OptimizerWrapper(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state by parameter names, with the names and options of each param group.
 
-        Sharded state is a DTensor of global shape. Tensors are the optimizer's own, not copies. The loss scale is
-        under "scaler", the history that delayed float8 scales are chosen by under "fp8_history".
+        Sharded state is a DTensor of global shape. Tensors are the optimizer's own, not copies. Beside "state" and
+        "param_groups" stands what `stateful` names: the loss scale is under "scaler".
         """
         for hook in _torch.hooks_of(self, "state_dict_pre"):
             hook(self)
@@ -322,10 +324,7 @@ class OptimizerWrapper(torch.optim.Optimizer):
             {**group, "params": [self._names[id(p)] for p in group["params"]]} for group in self.inner.param_groups
         ]
         made: dict[str, Any] = {"state": state, "param_groups": groups}
-        if self.scaler is not None:
-            made["scaler"] = self.scaler.state_dict()
-        if self.fp8_history is not None:
-            made["fp8_history"] = self.fp8_history.state_dict()
+        made |= {name: kept.state_dict() for name, kept in self.stateful.items()}
         for hook in _torch.hooks_of(self, "state_dict_post"):
             made = made if (other := hook(self, made)) is None else other
         return made
@@ -342,7 +341,6 @@ class OptimizerWrapper(torch.optim.Optimizer):
         given = dict(state_dict)
         for hook in _torch.hooks_of(self, "load_state_dict_pre"):
             given = given if (other := hook(self, given)) is None else dict(other)
-        scaler, history = given.pop("scaler", None), given.pop("fp8_history", None)
         groups, state = given.get("param_groups"), given.get("state")
         if not isinstance(groups, list) or not isinstance(state, Mapping):
             raise CheckpointError('An optimizer\'s state dict has "state" and "param_groups"; this one does not.')
@@ -373,10 +371,8 @@ class OptimizerWrapper(torch.optim.Optimizer):
                 self.inner.state.pop(param, None)
             else:
                 self.inner.state[param] = {key: _as_local_state(param, value) for key, value in known.items()}
-        if scaler is not None and self.scaler is not None:
-            self.scaler.load_state_dict(scaler)
-        if history is not None and self.fp8_history is not None:
-            self.fp8_history.load_state_dict(history)
+        for name in self.stateful.keys() & given.keys():
+            self.stateful[name].load_state_dict(given[name])
         for hook in _torch.hooks_of(self, "load_state_dict_post"):
             hook(self)
 

@@ -26,6 +26,7 @@ all ranks.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -58,10 +59,14 @@ class Rounded(NamedTuple):
 
 @dataclass(frozen=True)
 class Linears:
-    """Names of the modules that multiply in float8; and, by reason, of requested modules that do not."""
+    """Names of the modules that multiply in float8; and, by reason, of requested modules that do not.
+
+    `history` is that of their magnitudes, for delayed scales.
+    """
 
     names: tuple[str, ...] = ()
     spared: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    history: History | None = None
 
     def notes(self) -> tuple[str, ...]:
         """Format the choice as sentences, for the plan."""
@@ -69,6 +74,15 @@ class Linears:
 
     def reasons(self) -> tuple[str, ...]:
         return tuple(f"Not in float8, {reason}: {_listed(names)}." for reason, names in self.spared)
+
+    @property
+    def stateful(self) -> dict[str, History]:
+        """What is saved with the optimizer, by name."""
+        return {} if self.history is None else {"fp8_history": self.history}
+
+    def end_step(self, group: dist.ProcessGroup | None) -> Callable[[], None] | None:
+        """Return what ends a step on the ranks of the group; None if nothing is kept between steps."""
+        return None if self.history is None else functools.partial(self.history.end_step, group)
 
 
 def choose(model: nn.Module, plan: Plan, device: torch.device, regions: Collection[str]) -> Linears:
@@ -86,7 +100,9 @@ def choose(model: nn.Module, plan: Plan, device: torch.device, regions: Collecti
     for name in _matched(model, plan.step.fp8):
         reason = _unsuitable(model, name, rows, plan.step.autocast, regions) or _unsupported(device)
         (names if reason is None else spared.setdefault(reason, [])).append(name)
-    made = Linears(tuple(names), tuple((reason, tuple(which)) for reason, which in spared.items()))
+    steps = plan.step.fp8_history
+    history = History(tuple(names), steps, device) if steps and names else None
+    made = Linears(tuple(names), tuple((reason, tuple(which)) for reason, which in spared.items()), history)
     if spared:
         warn(" ".join(made.reasons()))
     return made
@@ -102,8 +118,8 @@ class History:
         now: the maximum of the current step on this rank.
     """
 
-    def __init__(self, linears: Linears, steps: int, device: torch.device) -> None:
-        self.names, self._next = linears.names, 0
+    def __init__(self, names: tuple[str, ...], steps: int, device: torch.device) -> None:
+        self.names, self._next = names, 0
         self._steps = torch.zeros(steps, len(self.names), 3, device=device)
         self.largest, self.now = torch.zeros_like(self._steps[0]), torch.zeros_like(self._steps[0])
 
@@ -135,9 +151,9 @@ class History:
         self.largest.copy_(self._steps.amax(0))
 
 
-def install(model: nn.Module, linears: Linears, history: History | None = None) -> Callable[[], None]:
+def install(model: nn.Module, linears: Linears) -> Callable[[], None]:
     """Let these modules multiply in float8, scaled by a history or by each tensor itself; return an undo function."""
-    modules = [model.get_submodule(name) for name in linears.names]
+    modules, history = [model.get_submodule(name) for name in linears.names], linears.history
     for index, module in enumerate(modules):
         assert isinstance(module, nn.Linear)
         scaling = _Scaling() if history is None else _Scaling(history.largest[index], history.now[index])

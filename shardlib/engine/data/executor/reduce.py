@@ -361,7 +361,7 @@ class ReduceScatterBucket(ReduceBucket):
             each = tuple((slice(r * self.flags, (r + 1) * self.flags),) for r in range(transport.count))
             specs.append(ShardSpec((transport.count * self.flags,), 0, each))
         self.bucket = Bucket(specs, transport, self.dtype, device, self.executor.workspace)
-        self.remaining_axes = tuple(axis for axis in self.axes if axis not in self.like.axes)
+        self.remaining_axes = tuple(axis for axis in self.axes if axis not in self.planned.scattered)
 
     def begin(self, flags: torch.Tensor | None) -> None:
         self.sent = [_dense(grad, slot.param_state) for slot, grad in zip(self.slots, self._gradients(), strict=True)]
