@@ -437,7 +437,8 @@ class Layout:
         6         │ 1 │ 3 │
                   └───┴───┘
         """
-        return _picture.draw(self, tuple(global_shape), MeshShape.of(mesh))
+        mesh = MeshShape.of(mesh)
+        return _picture.draw(self.resolve(global_shape, mesh), tuple(global_shape), mesh)
 
     def _check_shards(self, shards: Sequence[torch.Tensor], global_shape: tuple[int, ...], mesh: MeshShape) -> None:
         context = f'Layout "{self}" for a tensor of global shape {global_shape} on mesh "{mesh}"'

@@ -5,13 +5,10 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from shardlib._mesh import MeshShape
 from shardlib.layout._dims import Dim
-
-if TYPE_CHECKING:
-    from shardlib.layout._layout import Layout
 
 __all__ = ["draw", "drawn_dims"]
 
@@ -20,9 +17,23 @@ _MOST_RANKS = 6  # of a set of ranks that is not an interval
 _Pieces = Sequence[Sequence[slice]]  # for each dim the slices that a rank holds
 
 
-def draw(layout: Layout, global_shape: tuple[int, ...], mesh: MeshShape) -> str:
-    """Draw a layout; see `Layout.picture`."""
-    layout = layout.resolve(global_shape, mesh)
+class Drawable(Protocol):
+    """What a picture needs to know of a `Layout`."""
+
+    @property
+    def dims(self) -> Sequence[Any]: ...
+    @property
+    def axes(self) -> frozenset[str]: ...
+    @property
+    def partial(self) -> Mapping[str, str]: ...
+    def axes_of(self, dim: int) -> tuple[str, ...]: ...
+    def local_slices(
+        self, global_shape: Sequence[int], mesh: MeshShape, coordinate: Mapping[str, int]
+    ) -> Sequence[Sequence[slice]]: ...
+
+
+def draw(layout: Drawable, global_shape: tuple[int, ...], mesh: MeshShape) -> str:
+    """Draw a concrete layout; see `Layout.picture`."""
     ranks: dict[tuple[int, ...], list[int]] = defaultdict(list)
     used = [axis for axis in mesh.names if axis in layout.axes]
     for rank in range(mesh.world_size):
@@ -44,7 +55,7 @@ def draw(layout: Layout, global_shape: tuple[int, ...], mesh: MeshShape) -> str:
     return "\n".join([f'{global_shape} "{layout}" on "{mesh}"', *lines, *_notes(layout, shards, dims)])
 
 
-def drawn_dims(layout: Layout, ndim: int) -> list[int]:
+def drawn_dims(layout: Drawable, ndim: int) -> list[int]:
     """Return at most two dims to draw, preferring those that are split."""
     split = [dim for dim in range(ndim) if layout.axes_of(dim)]
     rest = [dim for dim in range(ndim) if dim not in split]
@@ -64,7 +75,7 @@ class _Labels:
 
 
 def _labels(
-    layout: Layout, shape: Sequence[int], shards: Sequence[tuple[_Pieces, list[int]]], dim: int | None
+    layout: Drawable, shape: Sequence[int], shards: Sequence[tuple[_Pieces, list[int]]], dim: int | None
 ) -> _Labels:
     if dim is None:
         return _Labels("", (0, 1))
@@ -129,12 +140,12 @@ def ranks_text(ranks: Sequence[int]) -> str:
     return ",".join(shown if len(shown) <= _MOST_RANKS else [*shown[:3], "...", shown[-1]])
 
 
-def _notes(layout: Layout, shards: Iterable[tuple[_Pieces, list[int]]], dims: Sequence[int]) -> list[str]:
+def _notes(layout: Drawable, shards: Iterable[tuple[_Pieces, list[int]]], dims: Sequence[int]) -> list[str]:
     empty = sorted(r for pieces, ranks in shards if any(_length(parts) == 0 for parts in pieces) for r in ranks)
     hidden = [dim for dim in range(len(layout.dims)) if dim not in dims and layout.axes_of(dim)]
     notes = [f"ranks that hold nothing: {ranks_text(empty)}"] if empty else []
     notes += [f"dim {dim} is sharded over {', '.join(layout.axes_of(dim))} too, and not drawn" for dim in hidden]
-    return notes + ([f"still to be reduced: {_written(layout.partial)}"] if layout.partials else [])
+    return notes + ([f"still to be reduced: {_written(layout.partial)}"] if layout.partial else [])
 
 
 def _length(parts: Iterable[slice]) -> int:

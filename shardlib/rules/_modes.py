@@ -3,38 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shardlib.errors import RuleError, nearest
+from shardlib.rules._rule_set import RuleSet
 from shardlib.rules.tensor_modes import registered_tensor_modes
 
-if TYPE_CHECKING:
-    from shardlib.rules._rules import Rules
-
-__all__ = ["MODE_KEYS", "changes_of", "check_modes"]
+__all__ = ["MODE_KEYS", "changes_of", "check_keys"]
 
 MODE_KEYS = ("rules", "activations", "axes", "sizes", "optional")
 
 
-def check_modes(rules: Rules) -> None:
-    """Refuse a mode that cannot be read, or that does not go with the rules.
+def check_keys(modes: Mapping[str, Mapping[str, Any]]) -> None:
+    """Refuse a mode with a key that modes do not have.
 
     Raises:
         RuleError: there is one; the message names it.
     """
-    for name, mode in rules.modes.items():
+    for name, mode in modes.items():
         for key in mode:
             if key not in MODE_KEYS:
                 raise RuleError(
                     f'Mode "{name}" has the key "{key}"; a mode has {", ".join(MODE_KEYS)}.{nearest(key, MODE_KEYS)}'
                 )
-        try:
-            rules.mode(name)
-        except RuleError as fault:
-            raise RuleError(f'Mode "{name}": {fault}') from None
 
 
-def changes_of(rules: Rules, names: tuple[str, ...]) -> dict[str, Any]:
+def changes_of(rules: RuleSet, names: tuple[str, ...]) -> dict[str, Any]:
     """Return the fields of rules that the modes change; a later mode takes precedence.
 
     Raises:
@@ -50,7 +44,7 @@ def changes_of(rules: Rules, names: tuple[str, ...]) -> dict[str, Any]:
     return {**made, "override": tuple(dict.fromkeys((*rules.override, *stated)))}
 
 
-def _chosen(rules: Rules, names: tuple[str, ...]) -> Iterator[Mapping[str, Any]]:
+def _chosen(rules: RuleSet, names: tuple[str, ...]) -> Iterator[Mapping[str, Any]]:
     for name in names:
         if name not in rules.modes:
             registered = registered_tensor_modes()

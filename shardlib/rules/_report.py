@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -15,11 +14,9 @@ from shardlib.rules._match import Entry, border_key
 from shardlib.rules._model import readable_bytes
 from shardlib.rules._resolution import Border, Resolution, Side, TensorLayout
 from shardlib.rules._resolve import Resolver
+from shardlib.rules._rule_set import RuleSet
 from shardlib.rules._values import PerAxis, spelled
 from shardlib.rules.patterns import compile_pattern
-
-if TYPE_CHECKING:
-    from shardlib.rules._rules import Rules
 
 __all__ = ["Coverage", "CoverageRow", "coverage", "explain"]
 
@@ -79,7 +76,7 @@ class Coverage:
         return ("total", "", str(count), *map(readable_bytes, sizes))
 
 
-def coverage(rules: Rules, model: nn.Module, mesh: MeshShape | None) -> Coverage:
+def coverage(rules: RuleSet, model: nn.Module, mesh: MeshShape | None) -> Coverage:
     """Count tensors and bytes by rule. Without a mesh every axis that the rules name counts as sharding."""
     resolver = Resolver(rules, model, mesh or _widest_mesh(rules), strict=False)
     tensors = list(resolver.resolution().tensors.values())
@@ -94,7 +91,7 @@ def coverage(rules: Rules, model: nn.Module, mesh: MeshShape | None) -> Coverage
     return Coverage((*rows, *unmatched))
 
 
-def explain(rules: Rules, name: str, model: nn.Module | None, mesh: MeshShape | None) -> str:
+def explain(rules: RuleSet, name: str, model: nn.Module | None, mesh: MeshShape | None) -> str:
     """List the rules that match a name and, with a model, the layout that they give."""
     if model is None:
         lines = list(_by_name(rules, name)) or ["  no rule matches"]
@@ -154,7 +151,7 @@ def _about_border(border: Border) -> str:
     return f'"{name}": activation, {f"layout {border.layout}" if border.layout else "unchanged"} ({rule})'
 
 
-def _by_name(rules: Rules, name: str) -> Iterator[str]:
+def _by_name(rules: RuleSet, name: str) -> Iterator[str]:
     module = name.rpartition(".")[0]
     for entry in rules.entries:
         if _matches_border(entry, name):
@@ -172,7 +169,7 @@ def _matches_border(entry: Entry, name: str) -> bool:
     return compile_pattern(key[0]).matches(border[0]) if isinstance(key[0], str) else key[0].matches(name)
 
 
-def _widest_mesh(rules: Rules) -> MeshShape:
+def _widest_mesh(rules: RuleSet) -> MeshShape:
     """Return a mesh with every axis that the rules name, each of size one, so that no dim fails to divide."""
     if any(isinstance(entry.value, PerAxis) for entry in rules.entries):
         raise RuleError('These rules give one placement per mesh axis; pass mesh=..., as in "dp=2,tp=4".')

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -17,11 +16,9 @@ from shardlib.rules._match import Entry, Match, Matcher
 from shardlib.rules._meaning import contracted_axes, replicated_note, split_note
 from shardlib.rules._model import Leaf, ModelIndex
 from shardlib.rules._resolution import Border, Resolution, Side, TensorLayout
+from shardlib.rules._rule_set import RuleSet
 from shardlib.rules._sizes import SizeFinder
 from shardlib.rules.dims import ModuleDims, dims_of
-
-if TYPE_CHECKING:
-    from shardlib.rules._rules import Rules
 
 __all__ = ["Resolver"]
 
@@ -35,7 +32,7 @@ class Resolver:
     With `strict=False`, rules that match nothing and parameters without a rule are recorded and do not raise.
     """
 
-    def __init__(self, rules: Rules, model: nn.Module | ModelIndex, mesh: MeshShape, *, strict: bool = True) -> None:
+    def __init__(self, rules: RuleSet, model: nn.Module | ModelIndex, mesh: MeshShape, *, strict: bool = True) -> None:
         self.rules, self.mesh, self.strict = rules, mesh, strict
         self._check_axes()
         self.index = model if isinstance(model, ModelIndex) else ModelIndex(model)

@@ -10,18 +10,17 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 from shardlib._again import is_again
 from shardlib._mesh import MeshShape
 from shardlib.errors import MeshError, RuleError, nearest
-
-if TYPE_CHECKING:
-    from shardlib.rules._rules import Rules
+from shardlib.rules._rule_set import RuleSet
 
 __all__ = ["TensorMode", "register_tensor_mode", "registered_tensor_modes", "tensor_mode"]
 
-Change = Callable[["Rules"], "Rules"]
+Change = Callable[[Any], Any]  # from Rules to Rules
+R = TypeVar("R", bound=RuleSet)
 
 _PART = re.compile(r"\s*([A-Za-z_]\w*)\s*=\s*(\d+|[A-Za-z_]\w*)\s*")
 _REGISTERED: dict[str, TensorMode] = {}
@@ -46,7 +45,7 @@ class TensorMode:
     transforms: tuple[Any, ...] = ()
     description: str = ""
 
-    def rules(self, rules: Rules) -> Rules:
+    def rules(self, rules: R) -> R:
         """Return the rules in this mode.
 
         Raises:

@@ -19,16 +19,14 @@ import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.distributed.tensor import Placement
 
 from shardlib.errors import RuleError, nearest
+from shardlib.rules._rule_set import RuleSet
 from shardlib.rules._values import PerAxis, Placed, Role, Text, Value, read_value, spelled_placement
 from shardlib.rules.stages import Balanced
-
-if TYPE_CHECKING:
-    from shardlib.rules._rules import Rules
 
 __all__ = ["read", "write"]
 
@@ -59,7 +57,7 @@ def read(source: str | Path) -> tuple[str, dict[str, Any]]:
     return where, arguments
 
 
-def write(rules: Rules) -> str:
+def write(rules: RuleSet) -> str:
     """Write rules as a layout file; reading it gives equal rules. Notes become comments."""
     head = [f"{key} = {_value(given)}" for key, given in _plain_values(rules)]
     sections = [
@@ -134,7 +132,7 @@ def _checked(where: str, key: str, given: Any) -> Any:
     return given
 
 
-def _plain_values(rules: Rules) -> Iterator[tuple[str, Any]]:
+def _plain_values(rules: RuleSet) -> Iterator[tuple[str, Any]]:
     defaults = {"axis": "tp", "unmatched": "error"}
     for key in _PLAIN:
         given = getattr(rules, key)

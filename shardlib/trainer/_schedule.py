@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from shardlib.engine import pipeline_step
 from shardlib.errors import InputError, PlanError
 from shardlib.trainer._registry import Registry
-
-if TYPE_CHECKING:
-    from shardlib.trainer._engine import Engine
 
 __all__ = [
     "SCHEDULE",
@@ -125,13 +122,13 @@ class BaseSchedule:
 
     def forward_backward_step(
         self,
-        engine: Engine,
+        engine: Any,
         data_iter: Iterator[Any],
         forward_only: bool = False,
         return_loss: bool = True,
         return_output_label: bool = True,
     ) -> Result:
-        """Run forward, and backward unless `forward_only`, of the next batch; `(output, label, loss)`."""
+        """Run forward, and backward unless `forward_only`, of an `Engine`'s next batch; `(output, label, loss)`."""
         raise NotImplementedError
 
     def _without_repeated(self, output: Any, label: Any) -> tuple[Any, Any]:
@@ -139,7 +136,7 @@ class BaseSchedule:
         self.batch_size = kept
         return _part(output, rows, slice(kept)), _part(label, rows, slice(kept))
 
-    def _loss(self, engine: Engine, output: Any, label: Any) -> Any:
+    def _loss(self, engine: Any, output: Any, label: Any) -> Any:
         if self.batch_size == 0:  # nothing here counts
             return torch.zeros((), device=engine.device)
         if engine.criterion is not None:
@@ -162,7 +159,7 @@ class NonPipelineSchedule(BaseSchedule):
 
     def forward_backward_step(
         self,
-        engine: Engine,
+        engine: Any,
         data_iter: Iterator[Any],
         forward_only: bool = False,
         return_loss: bool = True,
@@ -205,7 +202,7 @@ class PipelineSchedule(BaseSchedule):
 
     def forward_backward_step(
         self,
-        engine: Engine,
+        engine: Any,
         data_iter: Iterator[Any],
         forward_only: bool = False,
         return_loss: bool = True,
@@ -225,7 +222,7 @@ class PipelineSchedule(BaseSchedule):
         )
         return (done.outputs, label, done.loss) if return_output_label else (None, None, done.loss)
 
-    def _evaluate(self, engine: Engine, data: Any, label: Any, return_loss: bool, return_output_label: bool) -> Result:
+    def _evaluate(self, engine: Any, data: Any, label: Any, return_loss: bool, return_output_label: bool) -> Result:
         """Evaluate the model; the loss is computed from the outputs, without padded rows."""
         done = pipeline_step(engine.model, data, microbatches=self.num_microbatches, forward_only=True)
         output, self.has_output = done.outputs, done.outputs is not None
@@ -258,7 +255,7 @@ def rows_of(data: Any) -> int:
     return next((rows for value in inside if (rows := rows_of(value))), 0)
 
 
-def _called(engine: Engine, data: Any) -> Any:
+def _called(engine: Any, data: Any) -> Any:
     if isinstance(data, Mapping):
         return engine(**data)
     return engine(*data) if isinstance(data, tuple | list) else engine(data)

@@ -14,7 +14,7 @@ from shardlib.trainer._engine import Engine
 from shardlib.trainer._logger import DistributedLogger
 from shardlib.trainer._schedule import BaseSchedule
 from shardlib.trainer._timer import MultiTimer
-from shardlib.trainer.hooks import BaseHook
+from shardlib.trainer.hooks._base import BaseHook
 
 __all__ = ["Trainer"]
 
