@@ -1,5 +1,5 @@
-"""Whether what is registered under a name is the same as before: files run again, as in notebooks, or come by two
-module names."""
+"""Comparison of two functions or classes that are registered under one name: a notebook runs a file again, and a file
+may be imported under two module names."""
 
 from __future__ import annotations
 

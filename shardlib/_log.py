@@ -1,4 +1,4 @@
-"""Logging: everything goes to the logger "shardlib", and nowhere unless its user, or SHARDLIB_LOG, says so."""
+"""Logging: messages go to the logger "shardlib", which shows none unless the user or SHARDLIB_LOG configures it."""
 
 from __future__ import annotations
 

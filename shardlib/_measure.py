@@ -1,4 +1,4 @@
-"""Seconds of a module, the peak of memory, and TensorBoard's writer."""
+"""The time of a forward and its backward, the peak of memory, and TensorBoard's writer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Named meshes: a shape is a value and needs no process; `mesh` turns it into a `DeviceMesh` when it is time to act."""
+"""Named meshes: `MeshShape` is a value and needs no process; `mesh` makes a torch `DeviceMesh` of one."""
 
 from __future__ import annotations
 

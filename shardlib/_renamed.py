@@ -1,4 +1,4 @@
-"""Names that `shardlib` once offered, and what to write instead: they still work, and warn.
+"""Former public names, and the names that replace them. Former names still work, and warn.
 
 `shardlib migrate` rewrites them in scripts.
 """

@@ -1,4 +1,4 @@
-"""The store at which ranks meet: it listens where it was asked to."""
+"""The job's store, at which ranks meet before they have a process group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Versions of torch that shardlib supports. The package imports this first, so that no other error precedes."""
+"""Versions of torch that shardlib supports. The package imports this first, to refuse an older torch clearly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Axes of meshes: what the name of one says about its ranks, and the process groups along them."""
+"""Axes of meshes: the registry of their kinds, and the process groups along them."""
 
 from __future__ import annotations
 

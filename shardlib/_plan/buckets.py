@@ -4,7 +4,7 @@ Tensors that move at the same time and in the same way share a bucket, which is 
 tensor moves by itself, from its own memory and into it. Memory estimates read the buckets of a plan, and the executor
 runs them, so that both agree on what is sent together.
 
-The order of gradients in backward is the one fact that a plan does not have. It is that of the given movements.
+A plan does not have the order of gradients in backward. It is that of the given movements.
 """
 
 from __future__ import annotations

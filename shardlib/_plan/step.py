@@ -1,4 +1,4 @@
-"""Settings of a training step that belong to no single tensor."""
+"""Settings of a training step as a whole: those of single tensors are in the rows of a plan."""
 
 from __future__ import annotations
 

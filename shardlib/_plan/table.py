@@ -1,4 +1,4 @@
-"""The table of a plan: one row for each tensor, and what follows from the rows without printing them."""
+"""The table of a plan: one row for each tensor, and the memory, movements and traffic that follow from the rows."""
 
 from __future__ import annotations
 

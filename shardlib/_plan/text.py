@@ -1,4 +1,4 @@
-"""Plans as tables of text, and these tables in a terminal."""
+"""Plans as tables: plain text, and rich tables for a terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chunks of a batch for `Pipe`: to split a batch, to join outputs, and statistics of BatchNorm over all chunks."""
+"""Chunks of a batch for `Pipe`: splitting a batch, joining outputs, and BatchNorm statistics over all chunks."""
 
 from __future__ import annotations
 

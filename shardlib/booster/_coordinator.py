@@ -1,4 +1,4 @@
-"""`DistCoordinator`: which rank this is, and what only some ranks do or all do in turn."""
+"""`DistCoordinator`: the number of this rank, and code that runs on some ranks, or on all in turn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Data for data ranks: each its share, in an order that all agree on, from a position that can be saved."""
+"""Dataloaders for data ranks: each gets its share, in an order that all ranks agree on; a position can be saved."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Paths of a booster's checkpoints: which exist, and which must not be replaced."""
+"""Refusal to save one kind of a booster's checkpoints over another kind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`get_dist_logger`: a logger of Python's that knows ranks."""
+"""`get_dist_logger`: Python's logging on the ranks that a call names."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Keywords that users bring along: each one acts, or asks for speed or memory and changes no number, or is refused with
-the reason and with how to say it here."""
+"""Keywords of ColossalAI's classes. Each one takes effect, or asks for speed or memory and changes no number, or is
+refused with the reason and with what to write instead."""
 
 from __future__ import annotations
 

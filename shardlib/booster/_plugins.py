@@ -1,4 +1,4 @@
-"""Plugins: each a recipe that says which mesh, which rules and which transforms."""
+"""Plugins: each one chooses the mesh, the rules and the transforms that a model is sharded by."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`gradient_checkpoint_config`: the number of blocks that a stage recomputes, as `checkpoint_activations`."""
+"""`gradient_checkpoint_config`: the share or number of blocks that each stage recomputes in backward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A folder of checkpoints, one for each step that was saved: the newest, and no more than are wanted."""
+"""A folder of checkpoints, one for each saved step: the newest one is found, and old ones are removed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The manifest: what a checkpoint consists of, as one JSON file that is written last and read with suspicion."""
+"""The manifest: what a checkpoint consists of, as one JSON file that is written last and checked when it is read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A checkpoint before any tensor is read: which tensors it has, of which pieces in which files; ours or another's."""
+"""An opened checkpoint, of shardlib or of another library: its tensors, and the pieces of each in its files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optimizers by the names of parameters: their groups, what state they have, and state made for loading into."""
+"""Optimizers by the names of parameters: their groups, their state, and state that a checkpoint is loaded into."""
 
 from __future__ import annotations
 

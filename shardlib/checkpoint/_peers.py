@@ -1,4 +1,4 @@
-"""The ranks of a job while they save or load: what one learns all learn, and one that is gone is named.
+"""Agreement of a job's ranks while they save or load: an error of one rank raises on all, and a lost rank is named.
 
 Every phase ends with all ranks telling rank 0 how it went, and rank 0 telling all. Each goes over a gloo group of its
 own, because gloo drops every connection of a group on a rank that waited in vain there: rank 0 gives up on a rank that

@@ -1,4 +1,4 @@
-"""Python values as JSON and tensors, and back: only kinds that JSON can say, or one of the few below, by name.
+"""Python values as JSON and tensors, and back: the kinds that JSON has, and a few others, which are listed here.
 
 Nothing is looked up, imported or called by what a file says. What does not fit is refused with its place.
 """

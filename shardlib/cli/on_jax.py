@@ -1,4 +1,4 @@
-"""`shardlib check --jax`: a layout typed on a mesh of JAX devices that are not there."""
+"""`shardlib check --jax`: check a layout by JAX's sharding types, on a mesh without devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A script for ColossalAI, fairscale or an earlier shardlib, with its imports rewritten; nothing of it is run."""
+"""A script for ColossalAI, fairscale or an earlier shardlib, with its imports rewritten. It is not run."""
 
 from __future__ import annotations
 

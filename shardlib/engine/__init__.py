@@ -1,15 +1,15 @@
 """The engine: carries out a plan with `torch.distributed`.
 
-Its rooms, each of which imports only from itself and from those before it:
+Its packages, each of which imports only from itself and from those before it:
 
     _torch      names that are private to torch, by subject
-    ranks       what ranks say to each other: collectives, agreement, who is lost
+    ranks       messages between ranks: collectives, comparisons of values, detection of lost ranks
     ops         every op on DTensors, by a sharding rule or on gathered operands
     data        parameters, gradients and optimizer state, as they move between the phases of the plan
     model       modules that compute on DTensors
-    feature     what some models need beside that: experts, recomputation, compiled blocks, exact random numbers
-    pipeline    stages, and what they send each other
-    apply       a plan becomes a model
+    feature     experts, recomputation, compiled blocks, BatchNorm, exact random numbers, float8, comparison of ranks
+    pipeline    stages, and the messages between them
+    apply       `shard_model`: carries out a plan on a model
 """
 
 from __future__ import annotations

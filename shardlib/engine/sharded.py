@@ -41,7 +41,7 @@ __all__ = [
 
 
 class Stateful(Protocol):
-    """What a feature keeps from one step to the next."""
+    """The state that a feature keeps from one step to the next."""
 
     def state_dict(self) -> dict[str, Any]: ...
 

@@ -1,4 +1,4 @@
-"""The functions that take away again what was installed on a model."""
+"""Undo functions: they take away what was installed on the modules of a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options of trainers: transforms as users give them, and what a sharded model cannot follow."""
+"""Options of trainers: transforms as users give them, and options that a sharded model refuses."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The JAX engine: the same module, rules and plan, run by XLA's partitioner.
 
 `torch.export` gives the graph of a module, a table of small lowerings interprets it on JAX arrays, the plan says how
-parameters lie. Needs the extra `shardlib[jax]`; `import shardlib` alone never imports JAX.
+parameters are sharded. Needs the extra `shardlib[jax]`; `import shardlib` alone never imports JAX.
 
     mesh = shardlib.jax.make_mesh("dp=2,tp=4")
     fn, params = shardlib.jax.compile_model(model, mesh, rules)

@@ -1,4 +1,4 @@
-"""Does a layout say one thing everywhere? The model's graph, typed on a mesh that has no devices."""
+"""Check of a layout by JAX's sharding types: the model's graph is typed on a mesh that has no devices."""
 
 from __future__ import annotations
 

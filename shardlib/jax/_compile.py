@@ -1,4 +1,4 @@
-"""A module, a mesh and rules to a pure function of JAX and its sharded parameters."""
+"""Compilation of a module, a mesh and rules to a pure JAX function and its sharded parameters."""
 
 from __future__ import annotations
 

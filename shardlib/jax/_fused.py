@@ -1,4 +1,4 @@
-"""Values whose fused dims lie apart.
+"""Values whose fused dims are kept as several dims, one for each factor or run of factors.
 
 A fused layout such as `(qkv heads@tp head) embed` has no `PartitionSpec`: its pieces are not one run of the dim. The
 engine therefore keeps such a tensor with the dim in parts, `(qkv) (heads head)@tp (embed)`, which is the same memory

@@ -1,4 +1,4 @@
-"""The other way: a function of JAX as a module of torch."""
+"""A function of JAX as a module of torch: the opposite direction of `compile_model`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""JAX is an optional package: what to say where it is missing or too old."""
+"""JAX is an optional package: the errors where it is missing or too old."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CAME: Adafactor that trusts an update by how much it agrees with those before.
+"""CAME: Adafactor with updates that are scaled by how far they agree with earlier ones.
 
 Luo et al., "CAME: Confidence-guided Adaptive Memory Efficient Optimization", 2023, https://arxiv.org/abs/2307.02047,
 algorithm 2.

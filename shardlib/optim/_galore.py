@@ -1,4 +1,4 @@
-"""GaLore: AdamW whose averages live in a low-rank projection of the gradient.
+"""GaLore: AdamW whose averages are kept in a low-rank projection of the gradient.
 
 Zhao et al., "GaLore: Memory-Efficient LLM Training by Gradient Low-Rank Projection", 2024,
 https://arxiv.org/abs/2403.03507, algorithm 2.

@@ -1,4 +1,4 @@
-"""LAMB: Adam whose step for each tensor is as long as the tensor.
+"""LAMB: Adam with the step of each tensor scaled to the norm of the tensor.
 
 You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", 2019,
 https://arxiv.org/abs/1904.00962, algorithm 2.

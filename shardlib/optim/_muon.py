@@ -1,4 +1,4 @@
-"""Muon, which is torch's own (Jordan et al. 2024), for matrices; the engine steps on full tensors for it."""
+"""Muon of torch (Jordan et al. 2024), for matrices; the engine gives it full tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Convolutions, and linear layers in a row: pairs that follow each other in one block, and convolutions alone.
+"""Suggested rules for convolutions and for linear layers in a row: pairs that follow each other in one block.
 
 The first of a pair is sharded over its output channels, which the second sums over. Norms and depthwise or grouped
 convolutions between them compute each channel, or group of channels, by itself, and are sharded likewise. A convolution

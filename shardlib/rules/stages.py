@@ -5,10 +5,9 @@
     Balanced(by="flops")                            runs of modules that compute about equally much
     Balanced([3, 5])                                so many blocks on each stage
 
-A name is a pattern as in rules, in which `4-7` stands for the numbers from 4 to 7; it selects the outermost modules
-that it matches. A name of a parameter
-assigns a parameter that the stage reads itself, as a model with a tied head does without a module for it. Modules
-without parameters that no stage names run on every stage.
+A name is a pattern as in rules, in which `4-7` stands for the numbers from 4 to 7. It selects the outermost modules
+that it matches. The name of a parameter assigns it to a stage whose code reads it outside of its module, as a model
+with a tied head may do. Modules without parameters that no stage names run on every stage.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Dataloaders of scripts: shared over the data axes that the config asks for; cut to whole steps."""
+"""Dataloaders of scripts: divided among the ranks of the data axes that the config has; cut to whole steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers about training, of one device and the same on every rank: sums over the examples of all data ranks."""
+"""Training metrics, the same on every rank and equal to one device's: sums over the examples of all data ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Schedules: what is done with one batch."""
+"""Schedules: forward, loss and backward of one batch, with or without a pipeline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Limit on the tokens that experts take, to drop tokens instead of waiting for a popular expert."""
+"""The capacity of experts: a limit on the tokens that a rank sends to each; choices beyond it are dropped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Backward passes, and what activation checkpointing computes again in them."""
+"""Autograd: nodes and hooks of a backward pass, and recomputation by activation checkpointing."""
 
 from __future__ import annotations
 

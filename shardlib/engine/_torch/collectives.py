@@ -1,4 +1,4 @@
-"""Collectives on local tensors, and moves of a DTensor from one layout to another."""
+"""Collectives on local tensors, and redistribution of DTensors."""
 
 from __future__ import annotations
 
@@ -233,7 +233,7 @@ def intercept_redistribution(ours: Callable[..., Any]) -> Callable[[], None]:
 
 
 def gather_uneven_splits_in_turn() -> None:
-    """Have DTensor gather a dim that two axes split unevenly one axis after the other, as it split it.
+    """Make DTensor gather a dim that two mesh axes split unevenly in two steps, one axis after the other.
 
     Where a mesh has a flattened form, PyTorch (2.13.0) makes one all-gather of the two. Nine rows on 2 x 2 ranks are
     3, 2, 2, 2, but flattened they would be 3, 3, 3, 0, and the wrong rows come back as padding.

@@ -1,4 +1,4 @@
-"""Torch's compiler."""
+"""Torch's compiler: its backends, its settings and its errors."""
 
 from __future__ import annotations
 

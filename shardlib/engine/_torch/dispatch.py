@@ -1,4 +1,4 @@
-"""DTensor's dispatch of ops: what it asks, what it remembers, what an op returns."""
+"""DTensor's dispatch of ops: sharding propagation and its caches, handlers of single ops, results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors without values: dry runs, worlds of fake ranks, the modes of dispatch that make them."""
+"""Fake tensors, which have no values; worlds of fake ranks for dry runs; the dispatch modes that make both."""
 
 from __future__ import annotations
 

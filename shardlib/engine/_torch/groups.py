@@ -1,4 +1,4 @@
-"""Process groups: making them, how long they wait, and what is left when they are gone."""
+"""Process groups: creation, timeouts, and the removal of caches when the groups are gone."""
 
 from __future__ import annotations
 

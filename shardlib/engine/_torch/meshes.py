@@ -1,4 +1,4 @@
-"""Device meshes, and what is remembered for them."""
+"""Device meshes, and caches by mesh, which are cleared when process groups are gone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Modules and tensor subclasses: what a call goes through, what a module holds."""
+"""Modules: wrappers around their calls, the tensors that they hold, hooks on what is registered; tensor subclasses."""
 
 from __future__ import annotations
 

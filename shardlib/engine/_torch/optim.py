@@ -1,4 +1,4 @@
-"""Optimizers: their hooks, steps inside of steps, and a step without hooks."""
+"""Optimizers: their hooks, the class whose step runs, and a step without hooks."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Changes to torch that sharded models need: made for the first of them, and undone with the last.
 
-Whoever needs a change asks for it by `patch`. A sharded model holds all changes, as long as it lives, and so does a
-block such as a dry run. Once nobody holds them, torch is as a process that never imported shardlib has it.
+Code that needs a change calls `patch`. A sharded model holds all changes as long as it lives, and so does a block such
+as a dry run. When nothing holds them, torch is as in a process that never imported shardlib.
 """
 
 from __future__ import annotations

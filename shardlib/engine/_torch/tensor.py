@@ -292,9 +292,10 @@ share_memory: Callable[[torch.Tensor, torch.Tensor], bool] = torch._C._is_alias_
 
 
 def seed_all(number: int) -> None:
-    """Seed as `torch.manual_seed` does, which formats the stack for each kind of accelerator, present or not (2.13.0).
+    """Seed torch's default generators as `torch.manual_seed` does, at less cost without an accelerator.
 
-    That takes as long as a small step of training.
+    `torch.manual_seed` formats the stack for each kind of accelerator, present or not (2.13.0). That takes as long as a
+    small step of training.
     """
     if torch.accelerator.is_available():
         torch.manual_seed(number)

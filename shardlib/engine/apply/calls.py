@@ -5,7 +5,7 @@ A call passes through these layers, from the outside in:
 1. stages of a pipeline: run a module, or skip it on this rank; outside of the class's `__call__` (`pipeline/route.py`);
 2. units, and the model unless its parameters are plain tensors: are in no graph of the caller's (`compile.py`);
 3. the model: reports ranks that are lost in its forward (`lost.py`); modules that users call in its place: check and
-   cast their inputs as the model does (`region.py`);
+   cast their inputs as the model does (`root.py`);
 4. recomputed modules: are called again in backward, with all the layers below (`recompute.py`);
 5. repeated blocks with a deferred all-gather of updates: wait for their own parameters (`schedule.py`);
 6. units: unshard their parameters, and reshard them afterwards (`units.py`);

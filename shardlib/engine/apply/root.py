@@ -1,4 +1,4 @@
-"""The root of a sharded model: what happens when its forward begins and ends, and when backward comes to it."""
+"""Hooks of the root of a sharded model: what happens when its forward begins and ends, and when backward begins."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Step any `torch.optim` optimizer on sharded parameters at the speed of plain tensors.
 
 Element-wise optimizers compute every element of the update from the same element of parameter, gradient and state, so
-that stepping on local shards is exact. The step that torch defines then runs on a *stand-in* of the optimizer: an
-object of the same class with the same attributes, whose `param_groups` and `state` have local tensors. The optimizer
+that stepping on local shards is exact. The step that torch defines then runs on a *stand-in*: an object of a subclass
+of the optimizer's class, with the same attributes, whose `param_groups` and `state` have local tensors. The optimizer
 itself keeps the parameters of the model, and state that is DTensors with global shapes, so that nothing has to be put
 back where a step raises. Where the plan splits state over data axes, each rank steps on its shard of a parameter, and
 the shards are gathered afterwards. An optimizer that is not known to be element-wise steps on DTensors, and on full

@@ -1,1 +1,1 @@
-"""Features that some models need: experts, recomputation, compiled blocks, exact random numbers, float8."""
+"""Features that some models need: experts, recomputation, compiled blocks, BatchNorm, exact random numbers, float8."""

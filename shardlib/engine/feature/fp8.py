@@ -77,7 +77,7 @@ class Linears:
 
     @property
     def stateful(self) -> dict[str, History]:
-        """What is saved with the optimizer, by name."""
+        """The state that is saved with the optimizer, by name."""
         return {} if self.history is None else {"fp8_history": self.history}
 
     def end_step(self, group: dist.ProcessGroup | None) -> Callable[[], None] | None:

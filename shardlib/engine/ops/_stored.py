@@ -1,4 +1,4 @@
-"""Plain tensors beside shards over data axes, and gradients of full parameters: each data rank has others of them."""
+"""Ops on parameters that are stored in shards over data axes: plain tensors and full gradients differ between ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Process groups that are not those of a mesh axis: of an overlay, of several axes, of some ranks."""
+"""Process groups along a mesh axis, an overlay or several axes, and process groups of given ranks."""
 
 from __future__ import annotations
 

@@ -494,7 +494,7 @@ def _members_in_store(group: dist.ProcessGroup) -> _JobMembers:
 
 
 def all_say(what: str, text: str, ranks: Collection[int]) -> bool:
-    """Tell whether each of these ranks writes the same text on a subject within ten seconds.
+    """Return whether each of these ranks writes the same text on a subject to the job's store within ten seconds.
 
     Ranks that have nothing to write do not call it.
     """

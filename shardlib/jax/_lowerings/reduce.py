@@ -1,4 +1,4 @@
-"""Ops that bring a dim to one element, or run along it."""
+"""Reductions over dims, and ops that run along a dim."""
 
 from __future__ import annotations
 

@@ -55,8 +55,8 @@ class Result:
         labels: the labels that it was trained by; "" if its outputs were.
         extra: which inputs it takes besides its main one; see `batch_of`.
         share: what divides the widths of its usual configuration; 0 where they have the census's own sizes.
-        raised: whether its code asks for float32 where float64 does not fit, or where its rounding hides what is
-            compared; it is given float64 then.
+        raised: whether float64 was used where its code asks for float32: since the two do not go into one op, or since
+            the rounding of float32 hides what is compared.
         inputs: the arguments that it was given.
         parameters: the number of its parameters.
         mixes: whether it compares the rows of a batch with each other, as contrastive models do, or keeps statistics of

@@ -1,5 +1,5 @@
-"""The first module, in the order of execution, whose result differs: the run again, with every module's inputs and "
-"outputs recorded."""
+"""Search for the first module, in the order of execution, whose result differs: the case runs again, and the inputs and
+outputs of every module are recorded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hooks that tell what others have measured: beside the bar, in a log, to TensorBoard."""
+"""Hooks that report what others have measured: beside the progress bar, in a log, to TensorBoard."""
 
 from __future__ import annotations
 

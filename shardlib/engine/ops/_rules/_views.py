@@ -178,7 +178,7 @@ def squeeze(call: Call) -> Iterable[Row]:
 
 @rule(aten("squeeze_.dim"), aten("squeeze_.dims"), empty=True)
 def squeeze_in_place(call: Call) -> Iterable[Row]:
-    """Shard no named dims: those longer than 1 stay, but might have local size 1."""
+    """Return rows that leave named dims unsharded: with a local size of 1 such a dim would be removed."""
     shape, named = call.inputs[0].shape, call.dims()
     kept = [d for d, size in enumerate(shape) if size != 1 or d not in named]
     return _renamed(call, [None if d in named else d for d in kept])
