@@ -86,7 +86,7 @@ class Sharded:
         return {id(one.param): one for one in self.reducer.param_states}
 
     @cached_property
-    def looks_after_steps(self) -> bool:
+    def changes_steps(self) -> bool:
         """Whether the step of an optimizer is another one than on a single device."""
         step, alone = self.plan.step, self.plan.mesh.world_size == 1 and self.pipeline is None
         changed = any(one.master_dtype or one.offloaded for one in self.param_states.values())

@@ -18,7 +18,7 @@ _Pieces = Sequence[Sequence[slice]]  # for each dim the slices that a rank holds
 
 
 class Drawable(Protocol):
-    """What a picture needs to know of a `Layout`."""
+    """The part of a `Layout` that a picture reads."""
 
     @property
     def dims(self) -> Sequence[Any]: ...

@@ -80,11 +80,11 @@ __all__ = [
     "is_transformed",
     "next_node_number",
     "own_hook",
+    "pop_gradient",
     "rebind_checkpointed",
     "require_gradient",
     "run_at_end_of_backward",
     "running_node",
-    "take_gradient",
 ]
 
 
@@ -154,7 +154,7 @@ def require_gradient(leaf: torch.Tensor, take: Callable[[torch.Tensor], None] | 
             leaf.register_post_accumulate_grad_hook(take)
 
 
-def take_gradient(leaf: torch.Tensor) -> torch.Tensor:
+def pop_gradient(leaf: torch.Tensor) -> torch.Tensor:
     """Return the gradient of a leaf, of any subclass, and clear it."""
     with torch._C.DisableTorchFunctionSubclass():
         grad, leaf.grad = leaf.grad, None

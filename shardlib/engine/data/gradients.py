@@ -246,11 +246,11 @@ class GradientReducer:
             if accumulates:
                 return  # this pass adds to `p.grad`
             if accumulates is None:
-                averaging = functools.partial(_averaged, self, due, slot.param_state)
+                averaging = functools.partial(_mean_hook, self, due, slot.param_state)
                 self._pass_hooks.append(slot.param_state.param.register_hook(averaging))
 
     @naming_lost_ranks("backward")
-    def averaged(self, grad: torch.Tensor, axes: Axes) -> torch.Tensor:
+    def all_reduce_mean(self, grad: torch.Tensor, axes: Axes) -> torch.Tensor:
         """Return the mean of each rank's gradient over some data axes."""
         mean = local_of(grad).clone(memory_format=torch.contiguous_format)
         self.executor.transport(axes).all_reduce(mean).wait()
@@ -270,7 +270,7 @@ class GradientReducer:
         while the user's code goes on and may clear gradients: `_drop_pending` does it when the next pass begins.
         """
         if self.executor.device.type == "cpu":
-            self._set_grad()
+            self._set_all_grads()
 
     def _drop_pending(self) -> None:
         """Drop what a pass that has raised has left, before the next one begins.
@@ -284,15 +284,15 @@ class GradientReducer:
             grad = slot.param_state.param.grad
             if grad is None or grad is slot.accumulated or (slot.accumulated is not None and not local_of(grad).any()):
                 slot.accumulated = None
-        self._set_grad()
+        self._set_all_grads()
         self.executor.downloads.wait()
         self._ending, self._pass = None, 0
 
-    def _set_reduced_aside(self) -> None:
+    def _set_all_reduced_aside(self) -> None:
         for slot in self._slots if self.has_shards else ():
             _set_reduced_aside(slot)
 
-    def _set_grad(self) -> None:
+    def _set_all_grads(self) -> None:
         for slot in self._slots if self.has_shards else ():
             _set_grad(slot, self.passes)
 
@@ -315,10 +315,10 @@ class GradientReducer:
         leaves = (one.param if one.mutable.leaf is None else one.mutable.leaf for one in self.param_states)
         return [leaf for leaf in leaves if leaf.requires_grad]
 
-    def take_from_leaves(self) -> None:
+    def collect_leaf_gradients(self) -> None:
         """Keep the gradients that the microbatches of a pipeline step accumulated, of parameters stored in shards."""
         for slot in self._slots:
-            slot.add(slot.param_state.take_leaf_gradient())
+            slot.add(slot.param_state.pop_leaf_gradient())
 
     def has_gradient(self, param_state: ParamState) -> bool:
         """Tell whether a parameter has a gradient of this rank's examples, or a reduced one."""
@@ -327,18 +327,18 @@ class GradientReducer:
     @contextmanager
     def room_for_gradients(self) -> Iterator[None]:
         """Let gradients accumulate in the leaves, as during one backward pass that includes the passes of the block."""
-        self._set_reduced_aside()
+        self._set_all_reduced_aside()
         ending = functools.partial(self._finish)  # never called: alive as long as the pass runs
         self._ending = weakref.ref(ending)
         try:
             yield
         finally:
             self._ending = None
-            self._set_grad()
+            self._set_all_grads()
 
     def put_gradients_aside(self) -> list[Aside]:
         """Set all gradients to None; return the former ones."""
-        self._set_reduced_aside()
+        self._set_all_reduced_aside()
         before: list[Aside] = []
         for slot in self._slots:
             stored, grad = slot.param_state.is_stored_sharded, slot.param_state.param.grad
@@ -354,7 +354,7 @@ class GradientReducer:
     def add_gradients(self, before: Sequence[Aside]) -> None:
         """Add the gradients that `put_gradients_aside` returned."""
         self._join(before)
-        self._set_grad()
+        self._set_all_grads()
 
     @naming_lost_ranks("backward")
     def reduce_now(self, before: Sequence[Aside] = ()) -> None:
@@ -368,11 +368,11 @@ class GradientReducer:
         for slot in reversed(self._slots):
             if slot.unreduced is not None:
                 slot.unreduced = slot.param_state.unwrap(slot.unreduced)
-                self._take(slot)
+                self._mark_ready(slot)
         self._finish()
 
     def _join(self, before: Sequence[Aside]) -> None:
-        self._set_reduced_aside()
+        self._set_all_reduced_aside()
         for slot, (unreduced, accumulated) in zip(self._slots, before, strict=False):
             if slot.param_state.is_stored_sharded:
                 slot.param_state.param.grad = accumulated
@@ -387,10 +387,10 @@ class GradientReducer:
         self.begin()
         self.reductions.begin_full()  # not the bucket of this gradient, of which more hooks may run
         if self.enabled and param.grad is not None:  # a backward function may return no gradient
-            self._take(self._slot_of[id(param)])
+            self._mark_ready(self._slot_of[id(param)])
 
     @naming_lost_ranks("backward")
-    def take_unsharded(
+    def reduce_unsharded(
         self, param_states: Sequence[ParamState], grads: Sequence[torch.Tensor | None], at_once: Sequence[bool]
     ) -> list[torch.Tensor | None]:
         """Take the full gradients of parameters that are stored in shards.
@@ -413,14 +413,14 @@ class GradientReducer:
                 continue
             slot.add(grad)
             if grad is not None:
-                self._take(slot)
+                self._mark_ready(slot)
         self.reductions.begin_full()
         reduced = self._reduced_at_once(urgent)
         return [reduced.get(id(one)) for one in param_states]
 
-    def take_apart(self, param_state: ParamState, grad: torch.Tensor) -> None:
+    def reduce_outside_unit(self, param_state: ParamState, grad: torch.Tensor) -> None:
         """Take a gradient of a parameter that is stored in shards from a reader outside of its unit."""
-        (reduced,) = self.take_unsharded([param_state], [grad], [False])
+        (reduced,) = self.reduce_unsharded([param_state], [grad], [False])
         if reduced is not None:
             before, reduced = param_state.param.grad, reduced * self.averaging.over(())
             param_state.param.grad = reduced if before is None else before + reduced  # type: ignore[assignment]
@@ -456,7 +456,7 @@ class GradientReducer:
             if n > 0
         }
 
-    def _take(self, slot: Slot) -> None:
+    def _mark_ready(self, slot: Slot) -> None:
         """Note that a gradient is complete."""
         if not self._learned:
             self._arrived[slot.index] = slot.param_state.partial_axes(slot.unreduced)
@@ -505,7 +505,7 @@ class GradientReducer:
         if ends_step and self._end_step is not None:
             self._end_step()
         self.reductions.restart()
-        self._set_grad()
+        self._set_all_grads()
         if self.enabled and not self._learned:
             self._learn()
 
@@ -732,7 +732,7 @@ def _refuse_transform() -> None:
     )
 
 
-def _averaged(
+def _mean_hook(
     reducer: GradientReducer, axes: Axes, param_state: ParamState, grad: torch.Tensor | None
 ) -> torch.Tensor | None:
     """Average a gradient over data ranks, as a hook of one backward pass. All ranks ask for the same gradients."""
@@ -740,7 +740,7 @@ def _averaged(
         _refuse_gradients_of_other_ranks(reducer, axes, param_state)
         return None
     if not torch.is_grad_enabled():
-        return reducer.averaged(param_state.lay_out(grad), axes)
+        return reducer.all_reduce_mean(param_state.lay_out(grad), axes)
     return _Mean.apply(grad, reducer, axes)
 
 
@@ -749,7 +749,7 @@ def _refuse_gradients_of_other_ranks(reducer: GradientReducer, axes: Axes, param
 
     Autograd does not let a hook put a tensor in the place of a gradient that is None.
     """
-    if reducer.averaged(torch.zeros_like(param_state.memory), axes).count_nonzero():
+    if reducer.all_reduce_mean(torch.zeros_like(param_state.memory), axes).count_nonzero():
         raise ShardingError(
             f'autograd.grad was asked for the gradient of "{param_state.name}", which the backward functions of other '
             "data ranks return, and those of this rank do not. Return zeros instead of None from the backward function "
@@ -763,7 +763,7 @@ class _Mean(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, reducer: GradientReducer, axes: Axes) -> torch.Tensor:  # type: ignore[override]
         ctx.reducer, ctx.axes = reducer, axes
-        return reducer.averaged(x, axes)
+        return reducer.all_reduce_mean(x, axes)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]

@@ -156,7 +156,7 @@ def _inspect(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: di
         torch.compiler.disable(_refuse_compiled, reason=_STEP_HAS_NO_GRAPH)(optimizer)
     params = [p for group in optimizer.param_groups for p in group["params"]]
     found = records_of(params)
-    records = [record for record in found if record.looks_after_steps]
+    records = [record for record in found if record.changes_steps]
     if _torch.class_of_step(optimizer) is _torch.classes_with_step(type(optimizer))[0]:
         known = param_states_of(found)
         unknown = [p for p in params if id(p) not in known]
@@ -336,7 +336,7 @@ class _Step:
         leaves: what is stepped on in the place of parameters: the leaf, the parameter state, and the memory that the
             leaf is rounded into, if that is another one.
         full: leaves with the full value and gradient of a parameter, by the parameter.
-        written: the number of leaves that have been written back.
+        count_written: the number of leaves that have been written back.
         full_step: the step on full tensors, if any.
     """
 
@@ -350,7 +350,7 @@ class _Step:
         self.copies: _Copies = {}
         self.leaves: list[tuple[torch.Tensor, ParamState, torch.Tensor]] = []
         self.full: dict[torch.Tensor, torch.Tensor] = {}
-        self.written = 0
+        self.count_written = 0
         self.full_step: FullTensorStep | None = None
         self._groups: list[tuple[dict[str, Any], dict[str, Any]]] = []  # of the optimizer and the stand-in
         kind: Any = type(optimizer)
@@ -364,7 +364,7 @@ class _Step:
         """The state that the stand-in steps on, by leaf."""
         return self.stand_in.state
 
-    def put(self, leaf_of: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
+    def set_leaves(self, leaf_of: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
         """Give the stand-in the leaves of the parameters; leave out parameters without one, and empty groups."""
         self._groups = []
         for group in self.optimizer.param_groups:
@@ -408,13 +408,13 @@ class _Step:
 
     def write_back(self) -> None:
         """Copy the leaves into the memory of their parameters, each once."""
-        for leaf, param_state, memory in self.leaves[self.written :]:
+        for leaf, param_state, memory in self.leaves[self.count_written :]:
             if param_state.steps_on_host:
                 offload.upload(leaf, memory, param_state.mutable.staging["shard"])
                 param_state.copied("updated parameters")
             elif leaf is not memory and not _torch.share_memory(leaf, memory):
                 memory.copy_(leaf)
-        self.written = len(self.leaves)
+        self.count_written = len(self.leaves)
 
 
 def _step_on_local_tensors(step: _Step) -> bool:
@@ -435,7 +435,7 @@ def _step_on_local_tensors(step: _Step) -> bool:
         if step.is_of_torch:
             _step_piece(step, copies)
             stepped |= copies.keys()
-    step.put(lambda p: None if id(p) in stepped else _leaf(p, step))
+    step.set_leaves(lambda p: None if id(p) in stepped else _leaf(p, step))
     return True
 
 
@@ -453,7 +453,7 @@ def _pieces(param_states: Iterable[ParamState]) -> Iterator[list[ParamState]]:
 
 
 def _step_piece(step: _Step, piece: _Copies) -> None:
-    step.put(lambda p: _leaf(p, step) if id(p) in piece else None)
+    step.set_leaves(lambda p: _leaf(p, step) if id(p) in piece else None)
     _torch.step_without_hooks(step.stand_in)
     step.write_back()
 
@@ -498,7 +498,7 @@ def _step_on_owned_tensors(step: _Step) -> bool:
     step.full_step = FullTensorStep([*known.values()])
     step.state.update(step.full_step.gather(state))
     leaves = step.full_step.leaves
-    step.put(lambda p: leaves.get(p) if p in known else p)
+    step.set_leaves(lambda p: leaves.get(p) if p in known else p)
     return True
 
 
@@ -540,7 +540,7 @@ def _step_on_gathered_gradients(step: _Step) -> bool:
     if not step.full:
         return False
     _warn_of_full_state(type(step.optimizer).__qualname__)
-    step.put(lambda p: step.full.get(p, p))
+    step.set_leaves(lambda p: step.full.get(p, p))
     return True
 
 

@@ -25,7 +25,7 @@ from shardlib.engine.ranks.transport import Transport, Workspace
 from shardlib.errors import ShardingError
 from shardlib.layout import Layout, ShardSpec
 
-__all__ = ["Axes", "MutableState", "ParamState", "local_of", "movements_of"]
+__all__ = ["Axes", "MutableState", "ParamState", "local_of", "movements_for"]
 
 Axes = tuple[str, ...]
 
@@ -143,7 +143,7 @@ class ParamState:
 
     def copied(self, purpose: Purpose) -> None:
         """Record the copy between host and device of one of its movements."""
-        self.executor.copied(movements_of([self], purpose))
+        self.executor.copied(movements_for([self], purpose))
 
     # --- what changes -----------------------------------------------------------------------------------------------
 
@@ -181,7 +181,7 @@ class ParamState:
             self.mutable.leaf = self.make_unsharded().requires_grad_(self.param.requires_grad)
         return self.mutable.leaf
 
-    def take_leaf_gradient(self) -> torch.Tensor | None:
+    def pop_leaf_gradient(self) -> torch.Tensor | None:
         """Drop the leaf; return its gradient."""
         leaf, self.mutable.leaf = self.mutable.leaf, None
         return None if leaf is None else leaf.grad
@@ -284,7 +284,7 @@ class ParamState:
 
         Collective over the data axes that split it.
         """
-        local = self._gathered(local_of(self.param), movements_of([self], "parameters, forward"))
+        local = self._gathered(local_of(self.param), movements_for([self], "parameters, forward"))
         return local if self.compute_spec is None else _torch.wrap(local, self.compute_spec)
 
     def _gathered(self, local: torch.Tensor, carries: Iterable[Movement] = ()) -> torch.Tensor:
@@ -348,7 +348,7 @@ class ParamState:
         )
 
 
-def movements_of(
+def movements_for(
     param_states: Iterable[ParamState], purpose: Purpose, optimizer: Optimizer = "elementwise"
 ) -> Iterator[Movement]:
     """Yield the movements of one purpose, of the parameters that have one."""

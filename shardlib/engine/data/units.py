@@ -346,7 +346,7 @@ class _Unshard(torch.autograd.Function):
         if reducer is None:
             raise ShardingError("A backward pass has come to a sharded model that is gone. Keep the model until then.")
         chosen = [i for i, want in enumerate(wanted) if want is not False]
-        found = reducer.take_unsharded(
+        found = reducer.reduce_unsharded(
             [ctx.param_states[i] for i in chosen], [grads[i] for i in chosen], [at_once[i] for i in chosen]
         )
         results: list[torch.Tensor | None] = [None] * len(grads)
@@ -383,7 +383,7 @@ class Units:
         for unit in self._each:
             for *_, param_state, sentinel in unit.owners:
                 sentinel.read = functools.partial(_read_apart, this, weakref.ref(unit), param_state)
-                sentinel.pass_on = functools.partial(_take_apart, this, param_state)
+                sentinel.pass_on = functools.partial(_reduce_outside_unit, this, param_state)
 
     def set_reducer(self, reducer: GradientReducer) -> None:
         """Set the reducer of the gradients of all parameters."""
@@ -572,7 +572,7 @@ class Units:
         finally:
             self._in_step = False
             if self._reducer is not None and (reducer := self._reducer()) is not None:
-                reducer.take_from_leaves()
+                reducer.collect_leaf_gradients()
         self.reshard_all()  # only without an exception: a rank may be gone, for which this would wait
 
     # --- both ---------------------------------------------------------------------------------------------------------
@@ -824,14 +824,14 @@ def _read_first(func: Any, args: Any, kwargs: Any) -> Any:
 def _on_gradient(sentinel: torch.Tensor) -> None:
     """Pass the gradient that autograd has accumulated in a sentinel on to its parameter."""
     assert isinstance(sentinel, _Sentinel)
-    sentinel.pass_on(_torch.take_gradient(sentinel))
+    sentinel.pass_on(_torch.pop_gradient(sentinel))
 
 
-def _take_apart(units: weakref.ref[Units], param_state: ParamState, grad: torch.Tensor) -> None:
+def _reduce_outside_unit(units: weakref.ref[Units], param_state: ParamState, grad: torch.Tensor) -> None:
     live = units()
     reducer = None if live is None or live._reducer is None else live._reducer()
     if reducer is not None:
-        reducer.take_apart(param_state, grad)
+        reducer.reduce_outside_unit(param_state, grad)
 
 
 _METADATA = {"__get__", "size", "dim", "numel", "is_floating_point", "is_complex", "element_size", "stride", "__len__"}

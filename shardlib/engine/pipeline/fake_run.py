@@ -14,7 +14,7 @@ from shardlib._plan.schedules import Action
 from shardlib.engine._torch import pytree
 from shardlib.engine.feature.recording import Recording
 from shardlib.engine.pipeline.batch import rows
-from shardlib.engine.pipeline.step import Step
+from shardlib.engine.pipeline.step import StepRun
 from shardlib.engine.sharded import record_of
 
 __all__ = ["roots_of", "run"]
@@ -40,7 +40,7 @@ def run(model: nn.Module, plan: Plan, batch: Any, log: Recording | None = None) 
     assert pipeline is not None
     count = plan.step.microbatches or min(2 * pipeline.stages.ranks, total)
     if log is None:
-        Step(model, _as_one_number).run(batch, count)
+        StepRun(model, _as_one_number).run(batch, count)
         return ()
     seen, axes = list[_Seen](), plan.mesh.pipeline_axes
 
@@ -51,7 +51,7 @@ def run(model: nn.Module, plan: Plan, batch: Any, log: Recording | None = None) 
         sends = (each for each in log.collectives[before:] if each.kind == "send" and each.axes == axes)
         seen.append(_Seen(action, log.flops - flops, sum(each.bytes for each in sends), log.live.now - alive))
 
-    Step(model, _as_one_number, watch=watch).run(batch, count)
+    StepRun(model, _as_one_number, watch=watch).run(batch, count)
     largest = total % count or count  # the number of microbatches of the largest size
 
     def of_stage(stage: int) -> StageRun:

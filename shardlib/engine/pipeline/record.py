@@ -16,10 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardlib._mesh import MeshShape
 from shardlib.engine.data.params import ParamState
 from shardlib.engine.model.casting import Casting
+from shardlib.engine.pipeline.messages import Channels, Timetable
 from shardlib.engine.pipeline.route import Route
 from shardlib.engine.pipeline.shared import Shared, shared_parameters
 from shardlib.engine.pipeline.stages import Stages
-from shardlib.engine.pipeline.transport import Channels, Timetable
 from shardlib.engine.ranks.transport import has_tags
 from shardlib.engine.undo import Undo
 

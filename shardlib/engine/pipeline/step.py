@@ -40,15 +40,15 @@ from shardlib.engine.pipeline.batch import (
     tensors_by_place,
 )
 from shardlib.engine.pipeline.compute import Computation, Criterion, Losses, Microbatch
+from shardlib.engine.pipeline.messages import Messages
 from shardlib.engine.pipeline.route import StageBoundary
 from shardlib.engine.pipeline.streams import Streams
-from shardlib.engine.pipeline.transport import Transport
 from shardlib.engine.ranks import agree, lost
 from shardlib.engine.ranks.lost import naming_lost_ranks
 from shardlib.engine.sharded import Sharded, record_of
 from shardlib.errors import InputError, LostRankError, ShardingError, StageError, check_flags, warn
 
-__all__ = ["PipelineStep", "Step", "pipeline_step"]
+__all__ = ["PipelineStep", "StepRun", "pipeline_step"]
 
 Begin = Callable[[], tuple[float, float]]
 Watch = Callable[[Action], AbstractContextManager[Any]]
@@ -127,7 +127,7 @@ def pipeline_step(
     """
     check_flags("pipeline_step", InputError, return_outputs=return_outputs, forward_only=forward_only)
     train = not forward_only and torch.is_grad_enabled()
-    step = Step(model, criterion, optimizer, train=train, keep_outputs=return_outputs or not train)
+    step = StepRun(model, criterion, optimizer, train=train, keep_outputs=return_outputs or not train)
     return step.run(batch, microbatches, microbatch_size, replicate)
 
 
@@ -177,7 +177,7 @@ class Failure:
         return f"{type(self.error).__name__}: {self.error}"
 
 
-class Step:
+class StepRun:
     """A step on this rank. For arguments see `pipeline_step`.
 
     Args:
@@ -235,10 +235,10 @@ class Step:
         if failed is not None:
             meet()
         begin = cache(lambda: self._factors(meet()))
-        transport, actions = None, [a for a in order("gpipe", 1, 1, len(cut))[0] if self.train or a.kind == "F"]
+        messages, actions = None, [a for a in order("gpipe", 1, 1, len(cut))[0] if self.train or a.kind == "F"]
         if self.pipeline is not None:
             timetable = self.pipeline.timetable(tuple(one.key for one in cut), self.train)
-            transport, actions = Transport(self.pipeline.channels, timetable, self.device), [*timetable.own]
+            messages, actions = Messages(self.pipeline.channels, timetable, self.device), [*timetable.own]
         computation = Computation(
             self.model, self.record, cut, self.criterion, begin, self.train, self.keep_outputs, streams
         )
@@ -252,7 +252,7 @@ class Step:
             streams.step() if streams is not None else nullcontext(),
         ):
             try:
-                self._carry_out(actions, computation, transport, begin)
+                self._carry_out(actions, computation, messages, begin)
             except Exception:
                 self._give_up()
                 raise
@@ -417,7 +417,7 @@ class Step:
     # --- during -------------------------------------------------------------------------------------------------------
 
     def _carry_out(
-        self, actions: Sequence[Action], computation: Computation, transport: Transport | None, begin: Begin
+        self, actions: Sequence[Action], computation: Computation, messages: Messages | None, begin: Begin
     ) -> None:
         """Run all actions, also after a failure.
 
@@ -427,20 +427,20 @@ class Step:
             LostRankError: another rank is lost.
             StageError: only this rank has failed, and others wait for it inside of their modules.
         """
-        early = transport is not None and actions[0].stage == 0 and not self.module_axes
+        early = messages is not None and actions[0].stage == 0 and not self.module_axes
         for number, action in enumerate(actions):
             if number or not early:
                 begin()
-                if transport is not None:
-                    transport.expect(actions[number:])
+                if messages is not None:
+                    messages.expect(actions[number:])
             with self.watch(action):
-                self._act(action, computation, transport, begin)
-        if transport is not None:
-            naming_lost_ranks("backward")(transport.finish)()
+                self._act(action, computation, messages, begin)
+        if messages is not None:
+            naming_lost_ranks("backward")(messages.finish)()
 
-    def _act(self, action: Action, computation: Computation, transport: Transport | None, begin: Begin) -> None:
+    def _act(self, action: Action, computation: Computation, messages: Messages | None, begin: Begin) -> None:
         named = naming_lost_ranks("forward" if action.kind == "F" else "backward")
-        received = [] if transport is None else named(transport.receive)(action)
+        received = [] if messages is None else named(messages.receive)(action)
         made = None
         if self.failure is None:
             try:
@@ -453,8 +453,8 @@ class Step:
                 computation.drop()
                 self._leave_if_alone(self.failure)
         named(begin)()
-        if transport is not None:
-            named(transport.send)(action, made)
+        if messages is not None:
+            named(messages.send)(action, made)
 
     def _leave_if_alone(self, failure: Failure) -> None:
         """Leave the job if only this rank fails while others wait for it inside of modules.

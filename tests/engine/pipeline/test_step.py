@@ -20,7 +20,7 @@ from torch import nn
 import shardlib as sl
 from shardlib._plan.schedules import bubble, timeline
 from shardlib.engine import _torch
-from shardlib.engine.pipeline.transport import Channels
+from shardlib.engine.pipeline.messages import Channels
 from shardlib.engine.ranks import agree, lost
 from shardlib.engine.sharded import record_of
 from shardlib.errors import InputError, LostRankError, PlanError, ShardingError, StageError

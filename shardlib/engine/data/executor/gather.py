@@ -12,7 +12,7 @@ from shardlib.engine import _torch
 from shardlib.engine.data import offload
 from shardlib.engine.data.executor import Executor
 from shardlib.engine.data.executor.bucket import Bucket
-from shardlib.engine.data.params import ParamState, local_of, movements_of
+from shardlib.engine.data.params import ParamState, local_of, movements_for
 from shardlib.engine.ranks.transport import Handle
 
 __all__ = ["UnshardBucket", "UpdateBucket"]
@@ -44,7 +44,7 @@ class UnshardBucket:
     def begin(self, purpose: Purpose) -> None:
         """Begin to gather; offloaded shards are copied to the device first, on a side stream."""
         shards = [local_of(one.param).reshape(-1) for one in self.param_states]
-        carries = movements_of(self.param_states, purpose)
+        carries = movements_for(self.param_states, purpose)
         if "stored" not in self.param_states[0].offloaded:
             self._moving = self._bucket.gather(shards, self._unsharded, carries)
             return
@@ -125,7 +125,7 @@ class UpdateBucket:
                 self._loaded.append(shard.narrow(spec.dim, chosen.start, chosen.stop - chosen.start))
 
     def begin(self) -> None:
-        carries = movements_of(self.param_states, "updated parameters")
+        carries = movements_for(self.param_states, "updated parameters")
         self._moving = self._bucket.gather([self._local], self._locals(), carries)
 
     def wait(self) -> None:
@@ -141,7 +141,7 @@ class UpdateBucket:
             torch.zeros_like(shard) if grad is None else grad for grad, shard in zip(grads, self.shards, strict=True)
         ]
         full = [torch.empty_like(local_of(one.param)) for one in self.param_states]
-        carries = movements_of(self.param_states, "gradients, step", "unknown")
+        carries = movements_for(self.param_states, "gradients, step", "unknown")
         flat = [shard.reshape(-1) for shard in shards]
         self._bucket.unpack(self._bucket.gather(flat, full, carries), full)
         return [

@@ -30,7 +30,7 @@ from shardlib.engine.pipeline.stages import Stages, as_bytes
 from shardlib.engine.ranks.groups import group_of
 from shardlib.engine.ranks.transport import exchange, limit_of
 
-__all__ = ["Channels", "Timetable", "Transport"]
+__all__ = ["Channels", "Messages", "Timetable"]
 
 # Dtypes that every back end sends as they are.
 _SENT = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool)
@@ -137,7 +137,7 @@ def _needed_by(action: Action) -> Action:
     return action._replace(kind="B") if action.kind == "I" else action
 
 
-class Transport:
+class Messages:
     """Sends and receives the messages of one step."""
 
     def __init__(self, channels: Channels, timetable: Timetable, device: torch.device) -> None:
