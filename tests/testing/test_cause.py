@@ -184,7 +184,7 @@ def test_rows_in_another_order_are_no_random_mask():
 
 def test_losses_of_ranks():
     shape = MeshShape("dp=2")
-    assert of_losses([1.0, 4.0], 2.0, [1.0, 4.0], shape)[0].startswith("each rank's loss is right for the rows")
+    assert of_losses([1.0, 4.0], 2.0, [1.0, 4.0], shape)[0].startswith("each rank's loss is right for its rows")
     assert of_losses([2.0, 6.0], 2.0, [1.0, 3.0], shape) == ("2 times a single device's (dp=2)",)
     assert of_losses([1.0, 5.0], 2.0, [1.0, 3.0], shape) == ("only rank 1",)
     assert of_losses([2.0, 5.0], 2.0, [1.0, 3.0], shape) == ("the mean over ranks is 3.5, where a single device has 2",)

@@ -88,7 +88,7 @@ def test_a_model_that_tells_a_batch_from_its_halves_is_proved_without_data_axes_
 def test_code_that_asks_for_float32_is_given_float64():
     """XGLM's attention fills a float32 tensor with the least float64."""
     (found,) = census.run(_entries("xglm"), seconds=60)
-    assert (found.status, found.raised) == ("proved", True), found.error
+    assert (found.status, found.upcast) == ("proved", True), found.error
 
 
 def test_widths_in_proportion_still_fit_each_other():

@@ -112,9 +112,9 @@ How to read the tables:
   model compares its rows, keeps statistics of them, or orders its outputs in another way. Data axes compute something
   else then, and the census proves such a model on `tp=2`.
 
-Dropout, layer drop and masking of spectra are off, so this says nothing of random numbers. Code that asks for float32
-where float64 does not fit, or where its rounding hides what is compared, is given float64. Weights are moved away from
-their first values, so that no zero or one hides a difference.
+Dropout, layer drop and masking of spectra are off, so this says nothing of random numbers. Where code asks for float32,
+float64 is used instead if the two do not go into one op, or if rounding in float32 would hide a difference. Weights are
+moved away from their first values, so that no zero or one hides a difference.
 """
 
 

@@ -55,7 +55,7 @@ class Result:
         labels: the labels that it was trained by; "" if its outputs were.
         extra: which inputs it takes besides its main one; see `batch_of`.
         share: what divides the widths of its usual configuration; 0 where they have the census's own sizes.
-        raised: whether float64 was used where its code asks for float32: since the two do not go into one op, or since
+        upcast: whether float64 was used where its code asks for float32: since the two do not go into one op, or since
             the rounding of float32 hides what is compared.
         inputs: the arguments that it was given.
         parameters: the number of its parameters.
@@ -84,7 +84,7 @@ class Result:
     labels: str = ""
     extra: str = ""
     share: int = 0
-    raised: bool = False
+    upcast: bool = False
     inputs: tuple[str, ...] = ()
     parameters: int = 0
     trained: float = 0.0
@@ -205,7 +205,7 @@ def _counted(entry: Entry, result: Result, mesh: str, seconds: float) -> Result:
 
 
 def _collectives(entry: Entry, result: Result, mesh: str) -> int:
-    entry, loss = dataclasses.replace(entry, share=result.share), _raised_loss if result.raised else mean_loss
+    entry, loss = dataclasses.replace(entry, share=result.share), _upcast_loss if result.upcast else mean_loss
     model = _models.build(entry).double()
     batch = cast(_models.batch(entry, result.labels, result.extra, 0), torch.float64)
     with warnings.catch_warnings():
@@ -221,7 +221,7 @@ def _looked_into(entry: Entry, result: Result, wrong: Result, mesh: str, seconds
     """Return the result where a difference is the model's own: it mixes rows, or rounds to float32 on the way."""
     if MeshShape.of(mesh).data_ranks > 1 and _mixes(entry, result, seconds):
         return dataclasses.replace(result, mixes=True)
-    again = result if result.raised else _on_mesh(entry, dataclasses.replace(result, raised=True), mesh, seconds)
+    again = result if result.upcast else _on_mesh(entry, dataclasses.replace(result, upcast=True), mesh, seconds)
     return again if again.proved.get(mesh) else wrong
 
 
@@ -247,7 +247,7 @@ def _told_apart(entry: Entry, result: Result) -> bool:
         for module in model.modules():
             if is_batch_norm(module):
                 module.eval()
-        with _raising() if result.raised else contextlib.nullcontext():
+        with _upcasting() if result.upcast else contextlib.nullcontext():
             output = _run(model, part)
         leaves = [x.detach() for x in pytree.tree_leaves(output) if isinstance(x, torch.Tensor)]
         seen.append((leaves, [buffer for _, buffer in model.named_buffers()]))
@@ -271,7 +271,7 @@ def _on_mesh(entry: Entry, result: Result, mesh: str, seconds: float) -> Result:
             functools.partial(_models.build, entry),
             functools.partial(_models.batch, entry, result.labels, result.extra),
             mesh,
-            loss=_raised_loss if result.raised else mean_loss,
+            loss=_upcast_loss if result.upcast else mean_loss,
             split=rows_of,
             steps=1,
             timeout=seconds,
@@ -295,24 +295,24 @@ def mean_loss(model: nn.Module, batch: Any) -> torch.Tensor:
     return _mean_of(_run(model, batch))
 
 
-def _raised_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+def _upcast_loss(model: nn.Module, batch: Any) -> torch.Tensor:
     """Return `mean_loss` of a model whose code asks for float32: it is given float64."""
-    with _raising():
+    with _upcasting():
         return mean_loss(model, batch)
 
 
 @contextlib.contextmanager
-def _raising() -> Iterator[None]:
+def _upcasting() -> Iterator[None]:
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        with _Raised():
+        with _Upcast():
             yield
     finally:
         torch.set_default_dtype(default)
 
 
-class _Raised(TorchFunctionMode):
+class _Upcast(TorchFunctionMode):
     """Inside the block, torch functions that are asked for float32 make float64."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -379,15 +379,15 @@ def _trained(entry: Entry) -> tuple[nn.Module, Result]:
     library = _models.LIBRARIES[entry.library]
     ways = itertools.product((False, True), library.shares, library.extras, dict.fromkeys((entry.labels, "")))
     of_types = False
-    for raised, share, extra, labels in ways:
-        if raised and not of_types:
+    for upcast, share, extra, labels in ways:
+        if upcast and not of_types:
             break
         entry = dataclasses.replace(entry, share=share)
         torch.manual_seed(0)
         try:
             model = _models.build(entry).double()
             batch = _models.batch(entry, labels, extra, 0)
-            loss = (_raised_loss if raised else mean_loss)(model, cast(batch, torch.float64))
+            loss = (_upcast_loss if upcast else mean_loss)(model, cast(batch, torch.float64))
             loss.backward()
             if found := {str(p.dtype) for p in model.parameters() if p.is_floating_point()} - {"torch.float64"}:
                 raise TypeError(f"its forward makes parameters {' and '.join(found)}, which were torch.float64")
@@ -400,7 +400,7 @@ def _trained(entry: Entry) -> tuple[nn.Module, Result]:
         count = sum(p.numel() for p in model.parameters())
         trained = sum(p.numel() for p in model.parameters() if p.grad is not None)
         return model, Result(
-            entry.library, entry.name, entry.cls, True, labels, extra, share, raised, tuple(batch),
+            entry.library, entry.name, entry.cls, True, labels, extra, share, upcast, tuple(batch),
             count, round(trained / max(count, 1), 3),
         )  # fmt: skip
     assert first is not None

@@ -299,9 +299,8 @@ def of_losses(got: Sequence[float], want: float, expected: Sequence[float], mesh
     own = [rank for rank, (a, b) in enumerate(zip(got, expected, strict=True)) if not _close(a, b)]
     if not own:
         return (
-            "each rank's loss is right for the rows that it is given, and their mean is not that of all rows: the loss "
-            "is not a mean over rows (a sum, or a mean over tokens of which ranks have different numbers), or a rank's "
-            "rows or labels are not its own",
+            "each rank's loss is right for its rows, but the mean of the losses is not the loss of all rows: the loss is "
+            "a sum or a mean over unequal token counts, or a rank has wrong rows or labels",
         )
     for axes in _subsets(mesh):
         n = math.prod(mesh[axis] for axis in axes)

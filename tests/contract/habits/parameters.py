@@ -479,7 +479,7 @@ def alternate_frozen_halves(run: Run, model: Any):
 
 
 @everywhere
-@own_part("pp", "a stage names a parameter by the first of its own modules that has it")
+@own_part("pp", "if a parameter has several names, a stage uses the name in the first of its own modules that holds it")
 def tie_before_sharding(run: Run):
     """Tie two weights before sharding."""
     model = run.model()
