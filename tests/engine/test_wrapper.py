@@ -338,6 +338,46 @@ def test_hooks_of_the_wrapper_are_called_with_it(ranks):
     ranks(2).run(_hooks)
 
 
+class Transposed(nn.Module):
+    """A weight whose memory is that of its transpose, as a layer has that loads files of another convention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 5, generator=torch.Generator().manual_seed(0)).double().t())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight
+
+
+def _state_in_other_strides(loads: str) -> float:
+    """A checkpoint gives state in row-major memory, whatever the strides of the parameter."""
+    x, models = torch.randn(4, 5, generator=torch.Generator().manual_seed(1)).double(), []
+    saved: dict[str, Any] = {}
+    for mesh in ("", "dp=2"):
+        model = sl.shard_model(Transposed(), mesh, {"**": None}, compile=None) if mesh else Transposed()
+        for step in range(2):
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+            if mesh and loads == "wrapper":
+                optimizer = sl.OptimizerWrapper(optimizer, model)
+            if step:
+                optimizer.load_state_dict(saved)
+            rows = x.chunk(2)[dist.get_rank()] if mesh else x
+            model(rows).square().mean().backward()
+            optimizer.step()
+            saved = copy.deepcopy(optimizer.state_dict())
+            for entry in saved["state"].values():
+                entry |= {key: entry[key].contiguous() for key in ("exp_avg", "exp_avg_sq")}
+            optimizer.zero_grad()
+        models.append(model.weight.detach())
+    return float((models[1] - models[0]).abs().max())
+
+
+@pytest.mark.parametrize("loads", ["wrapper", "torch"])
+def test_loaded_state_has_any_strides(ranks, loads):
+    """torch's fused kernels read the memory of the state as that of the parameter."""
+    assert max(ranks(2).run(_state_in_other_strides, loads)) < 1e-12
+
+
 def _refusals() -> None:
     model = sl.shard_model(MLP(), "dp=2", {"**": None}, transforms=[sl.zero(1)])
     other = nn.Linear(2, 2)
@@ -368,9 +408,21 @@ def _refusals() -> None:
         ({"state": {}, "param_groups": []}, "0 param groups"),
         ({"state": {}, "param_groups": [{"params": ["a"]}]}, "other parameters"),
         ({"state": {}, "param_groups": [{"params": [0]}]}, "1 parameters"),
+        (None, "was given NoneType; give what state_dict"),
+        (_saved(model, "away", (2,)), "state of 'away', and none of its param groups"),
+        (_saved(model, "up.bias", (3, 3)), r'"momentum_buffer" of "up.bias" has global shape \(3, 3\)'),
     ]:
         with pytest.raises(CheckpointError, match=message):
             optimizer.load_state_dict(wrong)
+        assert not optimizer.state and optimizer.param_groups[0]["lr"] == 1
+    with pytest.raises(ShardingError, match="do not belong to the model"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+    assert len(optimizer.param_groups) == 1
+
+
+def _saved(model: nn.Module, name: str, shape: tuple[int, ...]) -> dict[str, Any]:
+    groups = [{"params": [name for name, _ in model.named_parameters()], "lr": 2}]
+    return {"state": {name: {"momentum_buffer": torch.ones(shape)}}, "param_groups": groups}
 
 
 def test_what_is_refused(ranks):

@@ -42,6 +42,7 @@ __all__ = [
     "FUSED_SGD_DTYPES",
     "register_optimizer",
     "stepping_through_wrapper",
+    "steps_shards",
     "steps_whole_tensors",
     "watch_optimizers",
 ]
@@ -121,6 +122,12 @@ def register_optimizer(optimizer: Any = None, *, needs: Needs) -> Any:
 def steps_whole_tensors(optimizer: torch.optim.Optimizer) -> bool:
     """Tell whether an optimizer gets full tensors. State of another shape than the parameter's is then replicated."""
     return _KNOWN.get(type(optimizer)) == "per_tensor"
+
+
+def steps_shards(optimizer: torch.optim.Optimizer) -> bool:
+    """Tell whether an optimizer is known to step on local shards. All of its state has the parameter's shape then, but
+    for single numbers."""
+    return _KNOWN.get(type(optimizer)) == "elementwise"
 
 
 _through_wrapper = False
@@ -567,9 +574,18 @@ def _may_fuse(kind: type[torch.optim.Optimizer], state: Mapping[Any, Any], group
     for p in group["params"]:
         if not p.is_cpu or p.dtype not in dtypes or ((grad := p.grad) is not None and grad.stride() != p.stride()):
             return False
-        if state.get(p, {}).get("step", _STEP).dtype != _STEP.dtype:
+        if not all(_fits(value, p) for value in state.get(p, {}).values()):
             return False
     return not sgd or _momentum_of_all_or_none(group, state)
+
+
+def _fits(value: Any, param: torch.Tensor) -> bool:
+    """Tell whether a fused kernel may read an entry of the state: it looks at neither shapes nor strides."""
+    if not isinstance(value, torch.Tensor):
+        return True
+    if not value.ndim:
+        return value.dtype == _STEP.dtype
+    return value.shape == param.shape and value.stride() == param.stride()
 
 
 def _momentum_of_all_or_none(group: dict[str, Any], state: Any) -> bool:

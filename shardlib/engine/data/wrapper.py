@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -83,7 +83,7 @@ class OptimizerWrapper(torch.optim.Optimizer):
         self.inner: torch.optim.Optimizer = inner
         self.model = model
         self._names = {id(p): name for name, p in model.named_parameters()}
-        self._refuse_foreign_params()
+        self._refuse_foreign_params(self._params())
         step = self._record.plan.step
         self.scaler = LossScaler(step.scaler) if step.scaler is not None else None
         scaled = {} if self.scaler is None else {"scaler": self.scaler}
@@ -91,8 +91,8 @@ class OptimizerWrapper(torch.optim.Optimizer):
         self.step_was_skipped = False
         self._reset_step()
 
-    def _refuse_foreign_params(self) -> None:
-        foreign = [p for group in self.inner.param_groups for p in group["params"] if id(p) not in self._names]
+    def _refuse_foreign_params(self, params: Iterable[torch.Tensor]) -> None:
+        foreign = [p for p in params if id(p) not in self._names]
         if foreign:
             raise ShardingError(
                 f"{len(foreign)} of the optimizer's parameters do not belong to the model (the first has shape "
@@ -108,7 +108,11 @@ class OptimizerWrapper(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         self.inner.add_param_group(param_group)
-        self._refuse_foreign_params()
+        try:
+            self._refuse_foreign_params(self.inner.param_groups[-1]["params"])
+        except ShardingError:
+            self.inner.param_groups.pop()
+            raise
 
     def unwrap(self) -> torch.optim.Optimizer:
         """Return the inner optimizer."""
@@ -336,8 +340,12 @@ class OptimizerWrapper(torch.optim.Optimizer):
         order.
 
         Raises:
-            CheckpointError: the names or groups are not those of this optimizer.
+            CheckpointError: the names, groups or shapes are not those of this optimizer. Nothing has been loaded.
         """
+        if not isinstance(state_dict, Mapping):
+            raise CheckpointError(
+                f"load_state_dict was given {type(state_dict).__name__}; give what state_dict() returns."
+            )
         given = dict(state_dict)
         for hook in _torch.hooks_of(self, "load_state_dict_pre"):
             given = given if (other := hook(self, given)) is None else dict(other)
@@ -364,6 +372,15 @@ class OptimizerWrapper(torch.optim.Optimizer):
                 )
             keys = names if named else theirs["params"]
             loaded |= {param: state.get(key) for param, key in zip(ours["params"], keys, strict=True)}
+        keys = {name for group in groups for name in group["params"]}
+        if unknown := [name for name in state if name not in keys]:
+            raise CheckpointError(
+                f"The state dict has state of {unknown[0]!r}, and none of its param groups has that. Give the state "
+                "and the groups of one optimizer."
+            )
+        if optimizer.steps_shards(self.inner):
+            for param, known in loaded.items():
+                self._refuse_other_shapes(param, known or {})
         for theirs, ours in zip(groups, param_groups, strict=True):
             ours.update({key: value for key, value in theirs.items() if key != "params"})
         for param, known in loaded.items():
@@ -375,6 +392,15 @@ class OptimizerWrapper(torch.optim.Optimizer):
             self.stateful[name].load_state_dict(given[name])
         for hook in _torch.hooks_of(self, "load_state_dict_post"):
             hook(self)
+
+    def _refuse_other_shapes(self, param: torch.Tensor, state: Mapping[str, Any]) -> None:
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and value.numel() != 1 and value.shape != param.shape:
+                raise CheckpointError(
+                    f'"{key}" of "{self._names[id(param)]}" has global shape {tuple(value.shape)} in the state dict, '
+                    f"and the parameter {tuple(param.shape)}. Give the state of an optimizer of this model; nothing "
+                    "has been loaded."
+                )
 
 
 def _sum_and_count(loss: Any, weight: Any) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -299,8 +299,8 @@ def of_losses(got: Sequence[float], want: float, expected: Sequence[float], mesh
     own = [rank for rank, (a, b) in enumerate(zip(got, expected, strict=True)) if not _close(a, b)]
     if not own:
         return (
-            "each rank's loss is right for its rows, but the mean of the losses is not the loss of all rows: the loss is "
-            "a sum or a mean over unequal token counts, or a rank has wrong rows or labels",
+            "each rank's loss is right for its rows, but the mean of the losses is not the loss of all rows: the loss "
+            "is a sum or a mean over unequal token counts, or a rank has wrong rows or labels",
         )
     for axes in _subsets(mesh):
         n = math.prod(mesh[axis] for axis in axes)
