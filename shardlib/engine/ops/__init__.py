@@ -25,19 +25,18 @@ from shardlib.engine._torch import (
     move_handlers,
     patch,
     replace_handler,
+    replace_kernels,
     restore_handlers,
     unpatch,
 )
 from shardlib.engine.ops import _rules
-from shardlib.engine.ops._composite import install as replace_composites
-from shardlib.engine.ops._data import assign_data
 from shardlib.engine.ops._dispatch import drawing_by, drawn, forget_decisions, forget_statics, policy, remember_statics
+from shardlib.engine.ops._foreach import UNSCALE, unscale
+from shardlib.engine.ops._gather import GatheredOp, ShardlibGatherWarning, record
 from shardlib.engine.ops._operands import is_fused_beside_others, redistributed
-from shardlib.engine.ops._record import GatheredOp, ShardlibGatherWarning, record
 from shardlib.engine.ops._rows import P, R, S, row, rule, ruled_ops
-from shardlib.engine.ops._scaled import UNSCALE, unscale
 from shardlib.engine.ops._stored import averaged, refuse_local_tensors, written_whole
-from shardlib.engine.ops.redistribute import to_full_tensor
+from shardlib.engine.ops.redistribute import assign_data, to_full_tensor
 from shardlib.engine.ranks.lost import naming_lost_ranks_in_operations
 
 __all__ = [
@@ -168,7 +167,7 @@ def _install() -> Callable[[], None]:
         intercept_data(_assign_data),
         intercept_reads(to_full_tensor),
         replace_handler(UNSCALE, unscale),
-        replace_composites(),
+        _replace_composites(),
         partial(restore_handlers, handlers),
     ):
         stack.callback(undo)
@@ -178,3 +177,41 @@ def _install() -> Callable[[], None]:
     stack.callback(_MESHES.clear)
     stack.callback(_STORED.clear)
     return stack.close
+
+
+def _replace_composites() -> Callable[[], None]:
+    """Replace kernels of composite ops that fail before DTensor's dispatch; return an undo function.
+
+    One reads the data pointer of a tensor, which a DTensor does not have; others do not write to an `out=` that is not
+    a plain tensor.
+    """
+    kernels: dict[str, Callable[..., Any]] = {"tensor_split.tensor_indices_or_sections": _tensor_split}
+    for overload, functional in _RANKS.items():
+        kernels[f"linalg_matrix_rank.{overload}"] = _writing(getattr(torch.ops.aten.linalg_matrix_rank, functional))
+    keys = [f"Autograd{device}" for device in ("CPU", "CUDA")]
+    return replace_kernels({(name, key): kernel for name, kernel in kernels.items() for key in keys})
+
+
+_RANKS = {
+    "out": "default",
+    "atol_rtol_tensor_out": "atol_rtol_tensor",
+    "atol_rtol_float_out": "atol_rtol_float",
+    "out_tol_tensor": "tol_tensor",
+}
+
+
+def _writing(functional: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Make the `out=` variant of a functional op."""
+
+    def kernel(*args: Any, out: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        found = functional(*args, **kwargs)
+        if out.shape != found.shape:
+            out.resize_(found.shape)
+        return out.copy_(found)
+
+    return kernel
+
+
+def _tensor_split(x: torch.Tensor, sections: torch.Tensor, dim: int = 0) -> tuple[torch.Tensor, ...]:
+    """Split at indices, or into a number of sections, given as a tensor."""
+    return x.tensor_split(int(sections) if sections.ndim == 0 else [int(index) for index in sections.unbind()], dim)

@@ -1,20 +1,26 @@
-"""Ops on lists of tensors: the tensors at each index of the lists are the operands of one pointwise op."""
+"""Ops on lists of tensors: the tensors at each index of the lists are the operands of one pointwise op.
+
+Scaled gradients, which `torch.amp.GradScaler` gives as a list too, may lie differently.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
-from shardlib.engine._torch import DTensorSpec, TensorMeta, schema_of, wrap
+from shardlib.engine._torch import DTensorSpec, Op, TensorMeta, schema_of, wrap
 from shardlib.engine.ops._choose import Choice, Placements, choose
 from shardlib.engine.ops._gather import gather, with_aliases
 from shardlib.engine.ops._operands import Operands, meta_of, replicated
 from shardlib.engine.ops._rows import Call, Meta, Rule
 from shardlib.engine.ops._rules._pointwise import pointwise_rows
 
-__all__ = ["foreach", "is_foreach"]
+__all__ = ["UNSCALE", "foreach", "is_foreach", "unscale"]
 
 _REDUCTIONS: dict[str, Callable[..., torch.Tensor]] = {
     "aten::_foreach_norm": lambda x, ord=2, dtype=None: torch.linalg.vector_norm(x, ord, dtype=dtype),
@@ -88,3 +94,33 @@ def _wrapped(result: Any, specs: list[DTensorSpec]) -> Any:
     if not isinstance(result, list | tuple):
         return result
     return [wrap(local, spec) for local, spec in zip(result, specs, strict=True)]
+
+
+# --- gradients of a scaled loss ------------------------------------------------------------------------------------
+
+UNSCALE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+
+
+def unscale(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Divide gradients, of which some may be plain, and let all ranks know that one holds a number that is not finite.
+
+    Torch's own asks the first gradient how all of them lie: where it is replicated and another is split, ranks take
+    different scales from then on (2.13.0).
+    """
+    grads, found, inverse = args
+    op([grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads], found, inverse, **kwargs)
+    for mesh, dim in _axes(grads):
+        sent = found.to(mesh.device_type)  # from host memory, if gradients are offloaded
+        dist.all_reduce(sent, op=dist.ReduceOp.MAX, group=mesh.get_group(dim))
+        found.copy_(sent)
+
+
+def _axes(grads: Sequence[torch.Tensor]) -> dict[tuple[DeviceMesh, int], None]:
+    """Return the axes over which some gradient is split or a partial sum, in the same order on every rank."""
+    return {
+        (grad.device_mesh, dim): None
+        for grad in grads
+        if isinstance(grad, DTensor)
+        for dim, placement in enumerate(grad.placements)
+        if not placement.is_replicate() and grad.device_mesh.size(dim) > 1
+    }

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,10 +25,10 @@ from shardlib.engine._torch import (
 from shardlib.engine.ops import _alias
 from shardlib.engine.ops._choose import returned_operands
 from shardlib.engine.ops._operands import Operands, meta_of, redistributed, replicated, spec_like
-from shardlib.engine.ops._record import GatheredOp, note_gather
 from shardlib.engine.ops._rows import Op
+from shardlib.errors import warn
 
-__all__ = ["draw_replicated", "gather", "note", "with_aliases"]
+__all__ = ["GatheredOp", "ShardlibGatherWarning", "draw_replicated", "gather", "note", "record", "with_aliases"]
 
 
 def gather(operands: Operands, reason: str) -> Any:
@@ -163,11 +165,65 @@ def with_aliases(operands: Operands, result: Any, *, moved: bool) -> Any:
 # --- reporting ----------------------------------------------------------------------------------------------------
 
 
+class ShardlibGatherWarning(UserWarning):
+    """An op had no sharding rule for its operands' placements, so every rank all-gathered them and repeated the
+    work."""
+
+
+@dataclass(frozen=True)
+class GatheredOp:
+    """One op that every rank computed on all-gathered operands.
+
+    Attributes:
+        op: its name, as in "aten.nonzero.default".
+        reason: the reason why no rule applied.
+        placements: each tensor operand's placements, as text.
+        shapes: each tensor operand's global shape.
+    """
+
+    op: str
+    reason: str
+    placements: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+
+_LISTENERS: dict[int, list[GatheredOp]] = {}  # by identity, since two empty lists are equal
+_WARNED: set[str] = set()
+
+
+@contextmanager
+def record() -> Iterator[list[GatheredOp]]:
+    """Collect every op inside the block that ran on all-gathered operands, in order, repeats included.
+
+    Example:
+        >>> with record() as gathered:
+        ...     pass
+        >>> gathered
+        []
+    """
+    listener: list[GatheredOp] = []
+    _LISTENERS[id(listener)] = listener
+    try:
+        yield listener
+    finally:
+        del _LISTENERS[id(listener)]
+
+
 def note(operands: Operands, reason: str) -> None:
-    """Record a gathered call. The first rank of the mesh warns if an operand was sharded."""
+    """Record a gathered call. The first rank of the mesh warns of each op once, if an operand was sharded."""
     specs = operands.specs
     placements = tuple(", ".join(str(p) for p in spec.placements) for spec in specs)
     shapes = tuple(tuple(meta_of(spec).shape) for spec in specs)
+    op = GatheredOp(str(operands.op), reason, placements, shapes)
+    for listener in _LISTENERS.values():
+        listener.append(op)
     split = any(not isinstance(p, Replicate | Partial) for spec in specs for p in spec.placements)
-    first = not any(operands.mesh.get_coordinate() or ())
-    note_gather(GatheredOp(str(operands.op), reason, placements, shapes), loud=split and first)
+    if split and op.op not in _WARNED and not any(operands.mesh.get_coordinate() or ()):
+        _WARNED.add(op.op)
+        texts = ", ".join(f"{list(shape)} {where}" for shape, where in zip(shapes, placements, strict=True))
+        warn(
+            f"{op.op} ran on all-gathered operands, so that every rank holds them in full and repeats the work, "
+            f"because {reason} (operands: {texts}). The numbers are right. To make it fast, redistribute before "
+            "the op, or register a rule with shardlib.engine.ops.rule. Each op is named once.",
+            ShardlibGatherWarning,
+        )

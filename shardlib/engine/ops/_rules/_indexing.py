@@ -155,27 +155,16 @@ def index_copy(call: Call) -> Iterable[Row]:
 
 
 @rule(*map(aten, ("index_fill.int_Scalar", "index_fill_.int_Scalar")), empty=True)
-def index_fill(call: Call) -> Iterable[Row]:
-    for dim in _others(call):
-        yield row([S(dim)], [S(dim), R])
-
-
 @rule(*map(aten, ("index_fill.int_Tensor", "index_fill_.int_Tensor")), empty=True)
-def index_fill_tensor(call: Call) -> Iterable[Row]:
+def index_fill(call: Call) -> Iterable[Row]:
+    """Shard self, index [, value] -> self with a number at the indices of one dim."""
     for dim in _others(call):
-        yield row([S(dim)], [S(dim), R, R])
+        yield row([S(dim)], [S(dim)] + [R] * (len(call.inputs) - 1))
 
 
-@rule(aten("bucketize.Tensor"), empty=True)
-def bucketize(call: Call) -> Iterable[Row]:
-    """Shard self, boundaries -> the bucket of each element of self."""
-    for dim in range(call.inputs[0].ndim):
-        yield row([S(dim)], [S(dim), R])
-
-
-@rule(aten("isin.Tensor_Tensor"), empty=True)
-def isin(call: Call) -> Iterable[Row]:
-    """Shard elements, test_elements -> whether each element is a test element."""
+@rule(aten("bucketize.Tensor"), aten("isin.Tensor_Tensor"), empty=True)
+def looked_up(call: Call) -> Iterable[Row]:
+    """Shard self, boundaries or elements -> the bucket of each element of self, or whether it is an element."""
     for dim in range(call.inputs[0].ndim):
         yield row([S(dim)], [S(dim), R])
 

@@ -52,31 +52,24 @@ _LINEAR_IN_FIRST = (
     "log_sigmoid_backward",
     "logit_backward",
 )
-# Pointwise, but neither tagged so by torch nor linear.
+# Pointwise, but it or its in-place form is neither tagged so by torch nor linear.
 _UNTAGGED = (
     "floor_divide",
     "floor_divide_.Tensor",
     "log_sigmoid_forward",
-    "masked_fill_.Scalar",
+    "masked_fill.Scalar",
     "masked_fill.Tensor",
-    "masked_fill_.Tensor",
     "copy",
-    "copy_",
     "fill.Scalar",
-    "fill_.Scalar",
     "fill.Tensor",
-    "fill_.Tensor",
-    "zero_",
     "zero",
     "hardswish",
-    "hardswish_",
-    "mish_",
+    "mish",
     "_prelu_kernel",
     "_prelu_kernel_backward",
     "polar",
     "complex",
-    "threshold_",
-    "exponential",
+    "threshold",
     "_add_relu.Tensor",
     "rsub.Tensor",
 )
@@ -140,8 +133,9 @@ def _tagged_pointwise() -> Iterator[Op]:
 
 
 def _register() -> None:
-    rule(*_tagged_pointwise(), *(aten(name) for name in _UNTAGGED), empty=True)(pointwise_rows)
+    rule(*_tagged_pointwise(), empty=True)(pointwise_rows)
     for names, rows in (
+        (_UNTAGGED, pointwise_rows),
         (_ADDITIVE, _additive),
         (_BILINEAR, _bilinear),
         (_LINEAR_IN_FIRST, _linear_in_first),
