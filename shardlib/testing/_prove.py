@@ -19,6 +19,7 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from shardlib.engine._torch import TorchDispatchMode, _StridedShard, pytree, schema_of, seed_all, written_to
 from shardlib.engine.ops._choose import _candidates, _holds
 from shardlib.engine.ops._dispatch import is_random
+from shardlib.engine.ops._operands import arguments_by_name
 from shardlib.engine.ops._rows import ANY, RING_AXIS, Call, Local, Meta, Op, Row, rule_of
 
 __all__ = ["AtenCall", "CallRecorder", "Claim", "calls_of", "claims", "cut", "disprove"]
@@ -145,10 +146,7 @@ def _split_from_start(tensor: torch.Tensor, dim: int, factor: int, size: int) ->
 
 def _describe(call: AtenCall, outputs: tuple[Meta | None, ...]) -> Call:
     arguments = schema_of(call.op).arguments
-    values = {
-        a.name: call.args[i] if i < len(call.args) else call.kwargs.get(a.name, a.default_value)
-        for i, a in enumerate(arguments)
-    }
+    values = arguments_by_name(call.op, call.args, call.kwargs)
     named = [(a.name, v) for a, v in zip(arguments, call.args, strict=False)] + list(call.kwargs.items())
     names = tuple(n for n, v in named for x in pytree.tree_leaves(v) if isinstance(x, torch.Tensor))
     return Call(call.op, values, names, tuple(map(_meta, call.tensors)), outputs)

@@ -50,13 +50,12 @@ def attention(call: Call) -> Iterator[Row]:
     if 1 < key.shape[1] < query.shape[1] and key.shape[1] % call.size:
         yield _row(call, roles, 1, shared_kv=True, compute=_attend)
     bias = next((by_name[n] for n in _BIAS if n in by_name), None)
+    by_rows = bias is None or bias.shape[-2] == query.shape[2]
     if call.values.get("is_causal"):
         if _on_cpu(call):  # the other kernels take no mask with is_causal
             yield _row(call, roles, 2, shared_kv=True, compute=_attend)
-    elif bias is None or bias.shape[-2] == query.shape[2]:
+    elif by_rows:
         yield _row(call, roles, 2, shared_kv=True)
-
-    by_rows = bias is None or bias.shape[-2] == query.shape[2]
     if call.axis == RING_AXIS and _on_cpu(call) and by_rows and all(dim != 2 for dim, _ in key.cut):
         yield _row(call, roles, 2, shared_kv=False, compute=_attend)
 
