@@ -273,6 +273,7 @@ def test_the_store_does_not_grow_with_the_number_of_saves(ranks, tmp_path: Path)
 
 
 def _only_rank_0_lives(folder: str) -> None:
+    torch.manual_seed(0)
     model = sl.shard_model(nn.Linear(4, 4), "dp=2", {"**": None}, transforms=sl.fsdp())
     if dist.get_rank():
         return

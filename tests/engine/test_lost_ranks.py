@@ -144,10 +144,8 @@ def _end_soon_or_late(fault: Fault) -> None:
     if dist.get_rank() == 0:
         lost._ANSWER_TIMEOUT = 0.1
     if dist.get_rank() == 1:
-        job = lost._job_members()
-        assert job is not None
         for rank in (0, fault.rank):
-            assert _becomes(job.members[rank], "ended", within=60)
+            assert _becomes(lost._members()[rank], "ended", within=60)
 
 
 def _keep_store_on(rank: int) -> None:
@@ -252,17 +250,29 @@ def test_rank_0_that_ends_because_of_another_is_not_taken_for_the_cause(tmp_path
 def _staying() -> bool:
     """Whether rank 1 knew the finding when rank 0 went on, which began to wait long before."""
     lost._ANSWER_TIMEOUT = 100.0
-    lost.meet(dist.group.WORLD)
-    job = lost._job_members()
-    assert job is not None
     if dist.get_rank():
         time.sleep(0.5)
-    job._stay_for_others(job.store(), lost._Finding((2,), "ended"))
-    return job.store().texts("knows", [0, 1]) is not None or dist.get_rank() > 0
+    store = lost._StoreClient()
+    lost._stay_for([0, 1], store)
+    return len(store.said("knows", [0, 1])) == 2 or dist.get_rank() > 0
 
 
 def test_rank_0_stays_until_the_others_know_which_rank_is_lost():
     assert shared_pool(2).run(_staying) == [True, True]
+
+
+def _findings_of_meetings() -> list[Any]:
+    found = []
+    for _ in range(2):
+        lost.meet(dist.group.WORLD)
+        found.append(lost._store_client().get("first"))
+        dist.barrier()
+        lost._store_client().claim("first", [[1], "ended"])
+    return found
+
+
+def test_a_finding_is_not_that_of_a_later_job_in_the_same_store():
+    assert shared_pool(2).run(_findings_of_meetings) == [[None, None]] * 2
 
 
 def test_a_rank_that_raised_is_named_with_what_it_raised(tmp_path: Path):
@@ -449,7 +459,7 @@ def test_conditions_of_processes():
     process = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"])
     try:
         started = lost._status(process.pid)[1]
-        member = lost._Member(1, lost._machine(), "here", process.pid, started)
+        member = lost._Member(lost._machine(), "here", process.pid, started)
         assert member.condition() == "there"
         assert dataclasses.replace(member, started="0").condition() == "ended"  # the id is another process's now
         process.send_signal(signal.SIGSTOP)

@@ -7,13 +7,11 @@ batch and of the tensors that several of them hold whole. A difference raises on
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Any, Literal
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -25,7 +23,7 @@ from shardlib.engine.data.executor import Executor
 from shardlib.engine.data.params import ParamState, local_of
 from shardlib.engine.data.schedule import Updates
 from shardlib.engine.feature import batchnorm, exact
-from shardlib.engine.ranks import agree
+from shardlib.engine.ranks import agree, lost
 from shardlib.errors import InputError, warn
 
 __all__ = ["Check", "SameBatches", "StepComparison", "check_choice"]
@@ -44,7 +42,6 @@ def check_choice(check: Check) -> None:
 
 
 _COMPARED = 2  # batches
-_numbers: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()  # of models: the same on all ranks
 
 
 class SameBatches:
@@ -56,9 +53,7 @@ class SameBatches:
     """
 
     def __init__(self, group: dist.ProcessGroup, axes: str) -> None:
-        assert dist.group.WORLD is not None
-        number = next(_numbers.setdefault(dist.group.WORLD, itertools.count()))
-        self.store = dist.PrefixStore(f"shardlib/batches/{number}", _torch.default_store())
+        self.store = dist.PrefixStore(f"shardlib/batches/{lost.number('batches')}", _torch.default_store())
         self.axes, self.ranks = axes, dist.get_process_group_ranks(group)
         # A fake group, which has no time limit, has no store that keeps anything either.
         self.is_over = 0 not in self.ranks or _torch.timeout_of(group) is None

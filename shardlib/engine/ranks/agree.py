@@ -46,23 +46,13 @@ def fingerprint(tensor: torch.Tensor) -> int:
     That of a sparse tensor is of its parts, and of nothing else: a dense one with equal values has another.
     """
     if tensor.layout is not torch.strided:
-        marks = [str(tensor.layout), tuple(tensor.shape), *map(fingerprint, _parts_of_sparse(tensor.detach()))]
+        whole = tensor.detach().coalesce() if tensor.layout is torch.sparse_coo else tensor.detach()
+        parts = _torch.leaves_of(whole.__reduce_ex__(2)[1])  # as `torch.save` takes it apart
+        marks = [fingerprint(part) if isinstance(part, torch.Tensor) else str(part) for part in parts]
         return zlib.crc32(repr(marks).encode())
     values = tensor.detach().resolve_conj().resolve_neg().contiguous().cpu()
     seed = zlib.crc32(f"{values.dtype}{tuple(values.shape)}".encode())
     return zlib.crc32(values.reshape(-1).view(torch.uint8).numpy().data, seed) if values.numel() else seed
-
-
-def _parts_of_sparse(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the dense tensors that a tensor of another layout than strided consists of."""
-    if tensor.layout is torch.sparse_coo:
-        tensor = tensor.coalesce()
-        return [tensor.indices(), tensor.values()]
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-    return [tensor.to_dense()]
 
 
 def plans_agree(lines: list[str], group: dist.ProcessGroup | None) -> None:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import json
 import os
 import re
@@ -23,13 +22,14 @@ import secrets
 import socket
 import threading
 import time
-import weakref
+import traceback
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -49,6 +49,7 @@ __all__ = [
     "naming_lost_ranks_in_operations",
     "note",
     "noted",
+    "number",
     "watch_forward",
 ]
 
@@ -56,11 +57,14 @@ P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
 
-_ANSWER_TIMEOUT = 5.0  # seconds for the other ranks to answer after the first one has found an error
-_AGREEMENT_TIMEOUT = 10.0  # seconds for ranks that compute the same to raise the same error
-_POLL_INTERVAL = 0.02  # seconds
-_STORE_TIMEOUT = 1.0  # seconds; the rank that hosts the store may be the lost one
-_ERROR_IS_RECENT = 60.0  # seconds after an error in which it explains the end of the rank
+# Times are in seconds.
+_ANSWER_TIMEOUT = 5.0  # for the other ranks to answer after the first one has found an error
+_AGREEMENT_TIMEOUT = 10.0  # for ranks that compute the same to raise the same error
+_STORE_TIMEOUT = 1.0  # for the store to answer: the rank that hosts it may be the lost one
+_POLL_INTERVAL = 0.02
+_LOOK_AFTER = 0.5  # of waiting in a call, for ranks that have ended
+_WARN_AFTER = 60.0  # of waiting in a call, of which nothing would be seen otherwise
+_ERROR_IS_RECENT = 60.0  # after an error in which it explains the end of the rank
 _NEVER_SENT = 0x1057  # a tag
 _OPERATION = "operation on a sharded tensor"
 
@@ -86,8 +90,8 @@ def naming_lost_ranks(phase: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)
         def named(*args: P.args, **kwargs: P.kwargs) -> R:
-            if _interrupted:
-                _interrupted.pop().compare(phase)
+            if phase != _OPERATION and _interrupted:
+                _interrupted.pop()(phase)
             try:
                 return function(*args, **kwargs)  # inner frames are left out: SHARDLIB_LOG=debug shows them
             except Exception as error:
@@ -104,29 +108,9 @@ def naming_lost_ranks(phase: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 def naming_lost_ranks_in_operations(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate a function that user code or autograd may call, where no function of shardlib is around it.
 
-    In phases the outer function is decorated, and errors pass.
+    In phases the outer function is decorated, and names the phase.
     """
-
-    @functools.wraps(function)
-    def named(*args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            return function(*args, **kwargs)
-        except Exception as error:
-            if _torch.backward_id() != -1:
-                _raise_if_lost(error, "backward")
-            elif not _is_in_phase():
-                _raise_if_lost(error, _OPERATION)
-            raise
-
-    return named
-
-
-def _is_in_phase() -> bool:
-    """Return whether a function that `naming_lost_ranks` has decorated is being called."""
-    frame, phase = inspect.currentframe(), naming_lost_ranks("")(_is_in_phase).__code__
-    while frame is not None and frame.f_code is not phase:
-        frame = frame.f_back
-    return frame is not None
+    return naming_lost_ranks(_OPERATION)(function)
 
 
 def watch_forward(ranks: Collection[int]) -> Callable[..., Any]:
@@ -145,62 +129,53 @@ def watch_forward(ranks: Collection[int]) -> Callable[..., Any]:
         try:
             return forward(*args, **kwargs)
         except Exception as error:
-            job = _job_members()
-            if job is not None and len(ranks) > 1 and not _is_about_a_peer(error):
+            if (members := _members()) and len(ranks) > 1 and not _is_about_a_peer(error):
                 raised = f"{type(error).__name__}: {error}"
-                _interrupted[:] = [_Interrupted(job, ranks, raised, Transport.calls - before)]
+                _interrupted[:] = [functools.partial(_go_on, members, ranks, raised, Transport.calls - before)]
             raise
 
     return watched
 
 
-@dataclass(frozen=True)
-class _Interrupted:
-    """A forward that raised on this rank.
+def _go_on(members: _Members, ranks: Collection[int], raised: str, calls: int, phase: str) -> None:
+    """Begin a phase after a forward that raised on this rank, which had begun so many collectives of parameters.
 
-    Attributes:
-        job: the ranks that train together.
-        ranks: those of them that take part in its collectives.
-        raised: the exception.
-        calls: the number of collectives of parameters that this rank had begun in it.
+    Raises:
+        LostRankError: within ten seconds, some of its ranks did not come to a next phase, or had begun another number.
     """
-
-    job: _JobMembers
-    ranks: Collection[int]
-    raised: str
-    calls: int
-
-    def compare(self, phase: str) -> None:
-        """Wait up to ten seconds for the other ranks to come to a next phase after a forward that raised.
-
-        Raises:
-            LostRankError: some did not, or had begun another number of collectives.
-        """
-        if self.job is not _job_members():
-            return
-        if not all_say("interrupted", str(self.calls), self.ranks):
-            leave()
-            rank, others = self.job.rank, ", ".join(str(rank) for rank in self.ranks if rank != self.job.rank)
-            message = (
-                f"Rank {rank} raised {self.raised} in a forward, and its script went on. Ranks {others} take part in "
-                "collectives of that forward, and did not raise at the same place: they have been told. End the ranks, "
-                "start the job again, and load the last checkpoint. Then let all ranks raise, or none: exchange before "
-                "the forward whether a batch can be used."
-            )
-            raise LostRankError(message, (rank,), phase)
+    if members is not _members() or all_say("interrupted", str(calls), ranks):
+        return
+    leave()
+    rank = dist.get_rank()
+    message = (
+        f"Rank {rank} raised {raised} in a forward, and its script went on. Ranks "
+        f"{', '.join(str(other) for other in ranks if other != rank)} take part in collectives of that forward, and "
+        "did not raise at the same place: they have been told. End the ranks, start the job again, and load the last "
+        "checkpoint. Then let all ranks raise, or none: exchange before the forward whether a batch can be used."
+    )
+    raise LostRankError(message, (rank,), phase)
 
 
-_interrupted: list[_Interrupted] = []  # at most one
+_interrupted: list[Callable[[str], None]] = []  # what the next phase does first, after a forward that raised
 
 
 def _raise_if_lost(error: Exception, phase: str) -> None:
     """Raise `LostRankError` if an error means that a rank is lost; otherwise write it to the store."""
-    job = _job_members()
-    if job is None or isinstance(error, LostRankError):
+    if not (members := _members()) or isinstance(error, LostRankError):
+        return
+    if phase == _OPERATION and _torch.backward_id() != -1:
+        phase = "backward"
+    elif phase == _OPERATION and _is_in_another():
         return
     if _is_about_a_peer(error):
-        raise job.find_lost(error, phase) from error
-    job.store().note(job.rank, f"{type(error).__name__}: {error}")
+        raise _Search(error, phase, members, _store_client()).result() from error
+    note(error)
+
+
+def _is_in_another() -> bool:
+    """Return whether a decorated function that raises has been called inside of another one."""
+    decorated = naming_lost_ranks("")(_is_in_another).__code__
+    return sum(frame.f_code is decorated for frame, _ in traceback.walk_stack(None)) > 1
 
 
 def _is_about_a_peer(error: Exception) -> bool:
@@ -217,23 +192,20 @@ class _Member:
     """The process of a rank, with all that ranks on the same machine need to find it.
 
     Attributes:
-        machine: equal for processes that see each other's ids: one boot of one kernel, one pid namespace.
-        started: the start time of the process, since the system reuses ids; "" if it is unknown.
+        machine: equal for processes that see each other's ids: one boot of one kernel, one pid namespace. "" without
+            /proc: the process is not looked up then.
+        started: the start time of the process, since the system reuses ids.
     """
 
-    rank: int
     machine: str
     host: str
     pid: int
     started: str
 
-    @classmethod
-    def of_this_process(cls) -> _Member:
-        pid = os.getpid()
-        return cls(dist.get_rank(), _machine(), socket.gethostname(), pid, _status(pid)[1])
-
     def condition(self) -> str:
-        """Return "there", "stopped" or "ended". Call on the member's machine."""
+        """Return "there", "stopped" or "ended"; also "there" for a process of another machine."""
+        if not self.machine or self.machine != _machine():
+            return "there"
         state, started = _status(self.pid)
         if state in _GONE or started != self.started:
             return "ended"
@@ -248,13 +220,11 @@ def _machine() -> str:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
-        return socket.gethostname()
+        return ""
 
 
 def _status(pid: int) -> tuple[str, str]:
     """Return the state of a process (one letter, or "" if there is none) and its start time; see proc(5)."""
-    if not Path("/proc/self/stat").exists():
-        return _status_by_signal(pid), ""
     try:
         # The second field is the program's name in parentheses, which may contain any character.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -263,25 +233,34 @@ def _status(pid: int) -> tuple[str, str]:
     return fields[0], fields[19]
 
 
-def _status_by_signal(pid: int) -> str:
+_Members = Mapping[int, _Member]  # by rank
+_jobs: WeakKeyDictionary[Any, _Members] = WeakKeyDictionary()  # by the group of all ranks
+_tokens: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # the same: another job may follow in the same store
+
+
+def _members() -> _Members:
+    """Return the processes of the ranks that have met in the job that this process belongs to now."""
+    return _jobs.get(dist.group.WORLD, {}) if dist.is_initialized() else {}
+
+
+def meet(group: dist.ProcessGroup | None) -> None:
+    """Exchange the processes of a group's ranks, so that a lost one can be found. Collective over the group."""
+    if group is None or dist.get_world_size(group) == 1:
+        return
+    store, ranks = _StoreClient(), dist.get_process_group_ranks(group)
+    own = store.join()
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return ""
-    except PermissionError:
-        pass
-    return "R"
+        answers = agree.exchange([astuple(own), secrets.token_hex(8)], group)
+    except Exception as error:
+        if not _is_about_a_peer(error):
+            raise
+        raise _Search(error, "sharding", store.members(ranks), store, ranks).result() from error
+    met = {rank: _Member(*fields) for rank, (fields, _) in zip(ranks, answers, strict=True)}
+    _jobs[dist.group.WORLD] = {**_members(), **met}
+    _tokens[dist.group.WORLD] = answers[0][1]
 
 
 # --- the store --------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Finding:
-    """The ranks that were lost first, and how: a result of `_Member.condition`, "raised", "silent", or "unknown"."""
-
-    ranks: tuple[int, ...]
-    how: str
 
 
 def _within(seconds: float, work: Callable[[], T]) -> list[T]:
@@ -299,198 +278,186 @@ def _within(seconds: float, work: Callable[[], T]) -> list[T]:
 
 
 class _StoreClient:
-    """The notes of ranks in the job's store. No call blocks for long: the host of the store may be lost or stopped."""
+    """The texts that ranks leave in the job's store. The host of the store may be lost or stopped.
 
-    def __init__(self, token: str = "") -> None:
-        self._store: dist.Store | None = dist.PrefixStore(f"shardlib/lost/{token}", _torch.default_store())
+    A client serves one call: a reference that is kept would keep the store's port open.
 
-    @property
-    def answers(self) -> bool:
-        """Whether the store has answered every question so far."""
-        return self._store is not None
+    Attributes:
+        answers: whether the store has answered every question so far. If not, no further one is asked.
+    """
 
-    def _ask(self, question: Callable[[dist.Store], T]) -> T | None:
-        """Return the store's answer; None, also for all later calls, if it does not answer."""
-        store = self._store
-        answers = _within(_STORE_TIMEOUT, functools.partial(question, store)) if store is not None else []
-        if not answers:
-            self._store = None
-            return None
-        return answers[0]
+    def __init__(self, token: str = "", timeout: float = _STORE_TIMEOUT) -> None:
+        self._store = dist.PrefixStore(f"shardlib/lost/{token}", _torch.default_store())
+        self._timeout, self.answers = timeout, True
 
-    def first(self) -> _Finding | None:
-        """Return the first finding; None if there is none."""
-        return self._ask_for_finding(lambda store: store.get("first") if store.check(["first"]) else b"")
+    def ask(self, question: Callable[[dist.Store], T]) -> T | None:
+        """Return the store's answer; None if it does not answer."""
+        found = _within(self._timeout, functools.partial(question, self._store)) if self.answers else []
+        self.answers = bool(found)
+        return found[0] if found else None
 
-    def claim(self, finding: _Finding) -> _Finding:
-        """Write a finding, if it is the first; return the first finding."""
-        claimed = json.dumps([finding.ranks, finding.how])
-        return self._ask_for_finding(lambda store: store.compare_set("first", "", claimed)) or finding
+    def get(self, key: str) -> Any:
+        """Return a value; None if no rank has written it."""
+        found = self.ask(lambda store: store.get(key) if store.check([key]) else b"")
+        return json.loads(found) if found else None
 
-    def _ask_for_finding(self, question: Callable[[dist.Store], bytes]) -> _Finding | None:
-        answer = self._ask(question)
-        if not answer:
-            return None
-        ranks, how = json.loads(answer)
-        return _Finding(tuple(ranks), how)
+    def say(self, what: str, value: Any) -> None:
+        """Write this rank's value on a subject: "there", with its phase, once it knows that a rank is lost."""
+        self.ask(lambda store: store.set(f"{what}/{dist.get_rank()}", json.dumps(value)))
 
-    def write(self, what: str, rank: int, text: str) -> None:
-        """Write the text of a rank on a subject: "there", with its phase, once it knows that a rank is lost."""
-        self._ask(lambda store: store.set(f"{what}/{rank}", text))
-
-    def texts(self, what: str, ranks: Iterable[int], *, within: float = 0.0) -> list[str] | None:
-        """Return the text of each of these ranks; None if some have not written one within so many seconds."""
-        keys, until = [f"{what}/{rank}" for rank in ranks], time.monotonic() + within
-        while True:
-            found = self._ask(lambda store: [store.get(key).decode() for key in keys] if store.check(keys) else None)
-            if found is not None or not self.answers or time.monotonic() >= until:
-                return found
+    def said(self, what: str, ranks: Iterable[int], *, within: float = 0.0) -> dict[int, Any]:
+        """Return what these ranks have said on a subject, as soon as all have, or so many seconds have passed."""
+        keys, until = {rank: f"{what}/{rank}" for rank in ranks}, time.monotonic() + within
+        while time.monotonic() < until and self.ask(lambda store: store.check([*keys.values()])) is False:
             time.sleep(_POLL_INTERVAL)
+        found = {rank: self.get(key) for rank, key in keys.items()}
+        return {rank: value for rank, value in found.items() if value is not None}
 
-    def note(self, rank: int, text: str) -> None:
-        """Write the error that this rank raised, for the case that it ends because of it."""
-        self.write("raised", rank, json.dumps([time.time(), text[:500]]))
+    def claim(self, key: str, value: Any) -> Any:
+        """Write a value if no rank has; return the one that was first."""
+        first = self.ask(lambda store: store.compare_set(key, "", json.dumps(value)))
+        return json.loads(first) if first else value
 
-    def noted(self, rank: int) -> str:
-        """Return the error that a rank raised recently, or ""."""
-        key = f"raised/{rank}"
-        answer = self._ask(lambda store: store.get(key) if store.check([key]) else b"")
-        when, text = json.loads(answer) if answer else (0.0, "")
-        return text if time.time() - when < _ERROR_IS_RECENT else ""
+    def conclude(self, key: str, look: Callable[[float], Any]) -> Any:
+        """Return the conclusion of the rank that was first to draw one.
 
-
-class _JobMembers:
-    """The ranks that train together, and their processes as far as they are known."""
-
-    def __init__(self, members: Iterable[_Member], token: str, ranks: Iterable[int] = ()) -> None:
-        self.rank = dist.get_rank()
-        self.members = {member.rank: member for member in members}
-        self.ranks = sorted({*self.members, *ranks})
-        self._token = token
-
-    def store(self) -> _StoreClient:
-        """Return a new client of the job's store. A reference that is kept would keep the store's port open."""
-        return _StoreClient(self._token)
-
-    def find_lost(self, error: Exception, phase: str) -> LostRankError:
-        """Return the error that names the lost ranks, after an error in a phase of this rank. Waits a few seconds."""
-        store = self.store()
-        store.write("there", self.rank, phase)
-        _within(_STORE_TIMEOUT, _close_connections)
-        finding = self._search(store, time.monotonic() + _ANSWER_TIMEOUT)
-        message = self._message(store, finding, phase, error)
-        self._stay_for_others(store, finding)
-        return LostRankError(message, finding.ranks, phase)
-
-    def _stay_for_others(self, store: _StoreClient, finding: _Finding) -> None:
-        """Tell that this rank knows the finding; on rank 0, wait a few seconds until all others do.
-
-        Rank 0 usually keeps the job's store, which ends with its process.
+        Args:
+            key: of the conclusion.
+            look: called with the seconds of waiting, again and again, until it returns a conclusion or another rank has
+                drawn one.
         """
-        store.write("knows", self.rank, "1")
-        if self.rank == 0:
-            store.texts("knows", [rank for rank in self.ranks if rank not in finding.ranks], within=_ANSWER_TIMEOUT)
-
-    def _search(self, store: _StoreClient, until: float) -> _Finding:
+        begin = time.monotonic()
         while True:
-            if (first := store.first()) is not None:
+            if (first := self.get(key)) is not None:
                 return first
-            for condition in ("ended", "stopped"):
-                if ranks := self._on_this_machine(condition):
-                    return store.claim(_Finding(_first_of(ranks, store), condition))
-            if time.monotonic() >= until:
-                others = [rank for rank in self.ranks if rank != self.rank]
-                silent = tuple(rank for rank in others if store.texts("there", [rank]) is None)
-                return store.claim(_Finding(silent, "silent")) if store.answers else _Finding((), "unknown")
-            time.sleep(_POLL_INTERVAL)
+            waited = time.monotonic() - begin
+            if (found := look(waited)) is not None:
+                return self.claim(key, found)
+            time.sleep(min(max(waited / 10, 0.001), 0.5))
 
-    def _on_this_machine(self, condition: str) -> tuple[int, ...]:
-        own = self.members[self.rank]
-        near = [member for member in self.members.values() if member.machine == own.machine and member is not own]
-        return tuple(sorted(member.rank for member in near if member.condition() == condition))
+    def join(self) -> _Member:
+        """Say which process this rank has, so that others find it even if it is lost before they meet; return it."""
+        own = _Member(_machine(), socket.gethostname(), os.getpid(), _status(os.getpid())[1])
+        self.say("member", astuple(own))
+        return own
 
-    def _message(self, store: _StoreClient, finding: _Finding, phase: str, error: Exception) -> str:
-        happened = " and ".join(self._happened(store, rank, finding.how) for rank in finding.ranks)
-        if finding.how == "unknown":
-            happened = f"A rank was lost, and the job's store with it, which could have said which one ({error})"
-        elif not finding.ranks:
-            happened = self._waiting(store, error)
-        elif not store.answers and 0 not in finding.ranks and 0 in self._on_this_machine(finding.how):
+    def members(self, ranks: Iterable[int]) -> _Members:
+        """Return the processes of those of these ranks that have said theirs."""
+        return {rank: _Member(*fields) for rank, fields in self.said("member", ranks).items()}
+
+
+def _store_client() -> _StoreClient:
+    """Return a client for what the ranks say that have met in this job."""
+    return _StoreClient(_tokens.get(dist.group.WORLD, ""))
+
+
+# --- the search -------------------------------------------------------------------------------------------------------
+
+
+# The ranks that were lost first, and how: a result of `_Member.condition`, "raised", "silent", or "unknown".
+_Finding = tuple[list[int], str]
+
+
+class _Search:
+    """The search for lost ranks after an error in a phase of this rank, among ranks whose processes may be known."""
+
+    def __init__(
+        self, error: Exception, phase: str, members: _Members, store: _StoreClient, ranks: Iterable[int] = ()
+    ) -> None:
+        self.error, self.phase, self.members, self.store = error, phase, members, store
+        self.rank, self.ranks = dist.get_rank(), sorted({*members, *ranks})
+
+    def result(self) -> LostRankError:
+        """Return the error that names the lost ranks. Waits a few seconds."""
+        self.store.say("there", self.phase)
+        _close_connections()
+        lost, how = self.store.conclude("first", self._look)
+        message = self._message(lost, how)
+        _stay_for([rank for rank in self.ranks if rank not in lost], self.store)
+        return LostRankError(message, lost, self.phase)
+
+    def _look(self, waited: float) -> _Finding | None:
+        """Return which ranks were lost first, and how; None if that cannot be said yet.
+
+        Rank 0 ends when it has found another lost, and the job's store with it. Where other ranks have ended too, and
+        no store can say which was first, rank 0 is not taken for the cause.
+        """
+        for condition in ("ended", "stopped"):
+            if ranks := self._in_condition(condition):
+                others = [rank for rank in ranks if rank != 0]
+                return ranks if self.store.answers or not others else others, condition
+        if waited < _ANSWER_TIMEOUT:
+            return None
+        answering = {self.rank, *self.store.said("there", self.ranks)}
+        silent = [rank for rank in self.ranks if rank not in answering]
+        return (silent, "silent") if self.store.answers else ([], "unknown")
+
+    def _in_condition(self, condition: str) -> list[int]:
+        return [rank for rank in self.ranks if rank in self.members and self.members[rank].condition() == condition]
+
+    def _message(self, lost: Collection[int], how: str) -> str:
+        happened = " and ".join(self._happened(rank, how) for rank in lost)
+        if how == "unknown":
+            happened = f"A rank was lost, and the job's store with it, which could have said which one ({self.error})"
+        elif not lost:
+            happened = self._waiting()
+        elif not self.store.answers and 0 not in lost and 0 in self._in_condition(how):
             happened += ". Rank 0 has ended too, and the job's store with it"
-        if phase == _OPERATION:
+        if self.phase == _OPERATION:
             happened += (
                 ". A tensor that the ranks hold in shards was read or copied here, for which all ranks have to be "
                 "there. For full tensors, as for torch.save or a model that is not sharded, take "
                 'sl.full_state_dict(model) on every rank, or sl.save(path, model, weights="file")'
             )
         return (
-            f'{happened[:1].upper()}{happened[1:]}. Rank {self.rank} was in phase "{phase}" and cannot go on: end it, '
-            "start the job again, and load the last checkpoint."
+            f'{happened[:1].upper()}{happened[1:]}. Rank {self.rank} was in phase "{self.phase}" and cannot go on: end '
+            "it, start the job again, and load the last checkpoint."
         )
 
-    def _waiting(self, store: _StoreClient, error: Exception) -> str:
+    def _waiting(self) -> str:
         """Say where each rank is that waits for the others, while all of them answer."""
-        phases = store.texts("there", self.ranks) or []
-        places = "; ".join(f'rank {rank} in phase "{phase}"' for rank, phase in zip(self.ranks, phases, strict=False))
-        waited = f"The ranks waited for one another, and all of them answer now ({error}): {places}"
-        if _OPERATION not in phases:
+        phases = self.store.said("there", self.ranks)
+        places = "; ".join(f'rank {rank} in phase "{phase}"' for rank, phase in phases.items())
+        waited = f"The ranks waited for one another, and all of them answer now ({self.error}): {places}"
+        if _OPERATION not in phases.values():
             return waited
         return (
             f"{waited}. The result of an operation on a sharded tensor, as p.grad.norm(), depends on the shards of all "
             "ranks: compute it on all ranks, and print it on one"
         )
 
-    def _happened(self, store: _StoreClient, rank: int, how: str) -> str:
+    def _happened(self, rank: int, how: str) -> str:
         member = self.members.get(rank)
         where = f' (process {member.pid} on "{member.host}")' if member is not None else ""
         if how == "stopped":
             return f"rank {rank}{where} did not answer in time: its process is stopped"
-        raised = store.noted(rank)
+        raised = noted(rank, self.store)
         if how == "raised":
             return f"rank {rank}{where} raised {raised or 'an exception'} while others waited for it"
         gone = "has ended" if how == "ended" else f"did not answer in time, nor within {_ANSWER_TIMEOUT:g} s after that"
         return f"rank {rank}{where} {gone}{f', after it raised {raised}' if raised else ''}"
 
 
-def _first_of(ended: tuple[int, ...], store: _StoreClient) -> tuple[int, ...]:
-    """Return the ranks that may have ended first.
+def _stay_for(others: Collection[int], store: _StoreClient) -> None:
+    """Tell that this rank knows which ranks are lost; on rank 0, wait a few seconds until the others do.
 
-    Rank 0 ends when it has found another lost, and the job's store with it. Where other ranks have ended too, and no
-    store can say which was first, it is not taken for the cause.
+    Rank 0 usually keeps the job's store, which ends with its process.
     """
-    others = tuple(rank for rank in ended if rank != 0)
-    return ended if store.answers or not others else others
+    store.say("knows", True)
+    if dist.get_rank() == 0:
+        store.said("knows", others, within=_ANSWER_TIMEOUT)
 
 
-_known: list[tuple[weakref.ref[Any], _JobMembers]] = []
+# --- calls that ranks make together -----------------------------------------------------------------------------------
+
+_asked: WeakKeyDictionary[Any, Counter[str]] = WeakKeyDictionary()  # by the group of all ranks
 
 
-def meet(group: dist.ProcessGroup | None) -> None:
-    """Exchange the processes of a group's ranks, so that a lost one can be found. Collective over the group.
-
-    Each rank has its process in the job's store before: one that is lost meanwhile can be found there.
-    """
-    if group is None or dist.get_world_size(group) == 1:
-        return
-    own = _Member.of_this_process()
-    _StoreClient().write("member", own.rank, json.dumps(astuple(own)))
-    try:
-        answers = agree.exchange([astuple(own), secrets.token_hex(8)], group)
-    except Exception as error:
-        if not _is_about_a_peer(error):
-            raise
-        raise _members_in_store(group).find_lost(error, "sharding") from error
-    before = _job_members()
-    members = [*(before.members.values() if before is not None else ()), *(_Member(*fields) for fields, _ in answers)]
-    _known[:] = [(weakref.ref(dist.group.WORLD), _JobMembers(members, answers[0][1]))]
-
-
-def _members_in_store(group: dist.ProcessGroup) -> _JobMembers:
-    """Return the members of a group whose ranks could not exchange them."""
-    store, ranks = _StoreClient(), dist.get_process_group_ranks(group)
-    found = [text for rank in ranks for text in store.texts("member", [rank]) or []]
-    members = [_Member(*json.loads(text)) for text in found] or [_Member.of_this_process()]
-    return _JobMembers(members, "", ranks)
+def number(subject: str) -> int:
+    """Return how often this has been called in this job, which tells what ranks say about a subject apart."""
+    asked = _asked.setdefault(dist.group.WORLD, Counter())
+    asked[subject] += 1
+    return asked[subject]
 
 
 def all_say(what: str, text: str, ranks: Collection[int]) -> bool:
@@ -498,16 +465,10 @@ def all_say(what: str, text: str, ranks: Collection[int]) -> bool:
 
     Ranks that have nothing to write do not call it.
     """
-    asked = _asked.setdefault(dist.group.WORLD, Counter())
     subject = f"{what}/{','.join(map(str, ranks))}"
-    asked[subject] += 1
-    store, which = _store_client(), f"{subject}/{asked[subject]}"
-    store.write(which, dist.get_rank(), text)
-    return {*(store.texts(which, ranks, within=_AGREEMENT_TIMEOUT) or ())} == {text}
-
-
-# How often `all_say` was called in a job on a subject among some ranks, which tells its calls apart.
-_asked: weakref.WeakKeyDictionary[Any, Counter[str]] = weakref.WeakKeyDictionary()
+    store, which = _store_client(), f"{subject}/{number(subject)}"
+    store.say(which, text)
+    return store.said(which, ranks, within=_AGREEMENT_TIMEOUT) == dict.fromkeys(ranks, text)
 
 
 def come(call: str, *, task: str = "", ranks: Collection[int] | None = None, timeout: float | None = None) -> str:
@@ -532,89 +493,73 @@ def come(call: str, *, task: str = "", ranks: Collection[int] | None = None, tim
     if timeout is None:
         limit = _torch.timeout_of(dist.group.WORLD)
         timeout = limit.total_seconds() if limit is not None else 1800.0
-    counts, subject = _asked.setdefault(dist.group.WORLD, Counter()), f"come/{','.join(map(str, ranks))}"
-    counts[subject] += 1
-    number = counts[subject]
-    meeting = _Meeting(f"{subject}/{number}", f"{subject}/{number - 1}", f"{call}{task}", call, ranks, timeout)
-    answers = _within(timeout + _STORE_TIMEOUT + _ANSWER_TIMEOUT, meeting.conclusion)
-    if not answers:
-        return (
-            f"the job's store does not answer, through which the ranks meet in {call}; the process that kept it ended"
-        )
-    return "" if answers[0] == _ALL_CAME else answers[0]
+    subject = f"come/{','.join(map(str, ranks))}"
+    count = number(subject)
+    meeting = _Meeting(call, f"{subject}/{count}", ranks, timeout)
+    found = meeting.conclusion(f"{call}{task}")
+    if found != _ALL_CAME:
+        return found
+    meeting.forget(f"{subject}/{count - 1}")  # no rank reads it any more
+    return ""
 
 
 _ALL_CAME = "all came"
-_LOOK_INTERVAL = 0.5  # seconds between looks for ranks that have ended
-_WARN_AFTER = 60.0  # seconds of waiting, of which nothing would be seen otherwise
 
 
-@dataclass(frozen=True)
 class _Meeting:
     """A call to which ranks come; the first conclusion, of whichever rank, is that of all."""
 
-    key: str
-    before: str  # the key of the last one
-    task: str
-    call: str
-    ranks: Sequence[int]
-    timeout: float
+    def __init__(self, call: str, key: str, ranks: Sequence[int], timeout: float) -> None:
+        self.call, self.key, self.ranks, self.timeout = call, key, ranks, timeout
+        self.store = _StoreClient(timeout=timeout + _ANSWER_TIMEOUT)
+        self.differs = self.is_last = self.has_warned = False
 
-    def conclusion(self) -> str:
-        store, rank = dist.PrefixStore("shardlib/lost/", _torch.default_store()), dist.get_rank()
-        store.set(f"member/{rank}", json.dumps(astuple(_Member.of_this_process())))
-        store.set(f"{self.key}/{rank}", self.task)
-        if store.compare_set(f"{self.key}/task", "", self.task).decode() != self.task:
-            self._conclude(store, "ranks do different things:\n" + self._tasks(store))
-        elif store.add(f"{self.key}/number", 1) == len(self.ranks):
-            self._conclude(store, _ALL_CAME)
-        begin, pause, looks = time.monotonic(), 0.001, 1
-        while not store.check([f"{self.key}/conclusion"]):
-            waited = time.monotonic() - begin
-            if waited > self.timeout:
-                self._conclude(store, self._missed(store, f"did not come within {self.timeout:g} s"))
-            elif waited > looks * _LOOK_INTERVAL:
-                looks += 1
-                if looks * _LOOK_INTERVAL == _WARN_AFTER:
-                    self._warn(store)
-                if self._ended(store):  # which may have come before they ended: then the conclusion is there
-                    self._conclude(store, self._missed(store, "ended", self._ended(store)))
-            time.sleep(pause)
-            pause = min(2 * pause, 0.05)
-        found = store.get(f"{self.key}/conclusion").decode()
-        if found == _ALL_CAME:  # so no rank reads the keys of the last one any more
-            for name in (str(rank), *(("task", "number", "conclusion") if rank == self.ranks[0] else ())):
-                store.delete_key(f"{self.before}/{name}")
-        return found
+    def conclusion(self, task: str) -> str:
+        self.store.join()
+        self.store.say(self.key, task)
+        self.differs = self.store.claim(f"{self.key}/task", task) != task
+        if not self.differs:
+            self.is_last = self.store.ask(lambda store: store.add(f"{self.key}/number", 1)) == len(self.ranks)
+        return self.store.conclude(f"{self.key}/conclusion", self._look)
 
-    def _warn(self, store: dist.Store) -> None:
-        came = self._came(store)
+    def forget(self, key: str) -> None:
+        """Delete what this rank has written under a key; the first rank deletes what all have written."""
+        rank = dist.get_rank()
+        names = [str(rank), *(("task", "number", "conclusion") if rank == self.ranks[0] else ())]
+        self.store.ask(lambda store: [store.delete_key(f"{key}/{name}") for name in names])
+
+    def _look(self, waited: float) -> str | None:
+        if not self.store.answers:
+            return (
+                f"the job's store does not answer, through which the ranks meet in {self.call}; the process that kept "
+                "it ended"
+            )
+        if self.is_last:
+            return _ALL_CAME
+        if not self.differs and waited < min(self.timeout, _LOOK_AFTER):
+            return None
+        came = self.store.said(self.key, self.ranks)
+        missing = [rank for rank in self.ranks if rank not in came]
+        if self.differs:
+            return f"ranks do different things:\n{by_rank(came.items())}"
+        if waited >= self.timeout:
+            return self._missed(came, missing, f"did not come within {self.timeout:g} s")
+        if waited >= _WARN_AFTER and not self.has_warned:
+            self._warn(came, missing)
+        ended = [rank for rank, one in self.store.members(missing).items() if one.condition() == "ended"]
+        ended = sorted({*ended} - {*self.store.said(self.key, ended)})  # without those that have come meanwhile
+        return self._missed(came, ended, "ended") if ended else None
+
+    def _warn(self, came: Collection[int], missing: Collection[int]) -> None:
+        self.has_warned = True
         with contextlib.suppress(Warning):  # an error by the user's filters, for which the waiting must not end
             warn(
-                f"{_ranks(came)} wait in {self.call} for {_ranks(sorted({*self.ranks} - {*came}))}, for "
-                f"{_WARN_AFTER:g} s now and for {self.timeout:g} s at most. Every rank has to call it."
+                f"{_ranks(came)} wait in {self.call} for {_ranks(missing)}, for {_WARN_AFTER:g} s now and for "
+                f"{self.timeout:g} s at most. Every rank has to call it."
             )
 
-    def _conclude(self, store: dist.Store, text: str) -> None:
-        store.compare_set(f"{self.key}/conclusion", "", text)
-
-    def _came(self, store: dist.Store) -> list[int]:
-        return [rank for rank in self.ranks if store.check([f"{self.key}/{rank}"])]
-
-    def _tasks(self, store: dist.Store) -> str:
-        return by_rank((rank, store.get(f"{self.key}/{rank}").decode()) for rank in self._came(store))
-
-    def _ended(self, store: dist.Store) -> list[int]:
-        """Return the ranks that have not come and that have ended, among those of this machine."""
-        own, missing = _machine(), sorted({*self.ranks} - {*self._came(store)})
-        known = [rank for rank in missing if store.check([f"member/{rank}"])]
-        members = [_Member(*json.loads(store.get(f"member/{rank}"))) for rank in known]
-        return [each.rank for each in members if each.machine == own and each.condition() == "ended"]
-
-    def _missed(self, store: dist.Store, how: str, which: Sequence[int] = ()) -> str:
-        came = self._came(store)
-        missing = list(which) or [rank for rank in self.ranks if rank not in came]
-        notes = [(rank, text) for rank in missing if (text := _store_client().noted(rank))]
+    def _missed(self, came: Collection[int], missing: Collection[int], how: str) -> str:
+        notes = [(rank, text) for rank in missing if (text := noted(rank))]
         raised = "".join(f" Rank {rank} raised {text}." for rank, text in notes)
         return (
             f"only {_ranks(came)} called {self.call}, and {_ranks(missing)} {how}: every rank has to call it.{raised} "
@@ -622,56 +567,52 @@ class _Meeting:
         )
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def _ranks(ranks: Collection[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
+# --- ranks that leave -------------------------------------------------------------------------------------------------
+
+
 def note(error: BaseException) -> None:
-    """Write the error that this rank has raised to the job's store, for the case that others wait for it."""
-    _store_client().note(dist.get_rank(), f"{type(error).__name__}: {error}".removesuffix(": "))
+    """Write the error that this rank has raised to the job's store, for the case that it ends or others wait for it."""
+    text = f"{type(error).__name__}: {error}".removesuffix(": ")
+    _store_client().say("raised", [time.time(), text[:500]])
 
 
-def noted(rank: int) -> str:
+def noted(rank: int, store: _StoreClient | None = None) -> str:
     """Return the error that a rank has raised recently, or ""."""
-    return _store_client().noted(rank)
+    when, text = (store or _store_client()).said("raised", [rank]).get(rank, (0.0, ""))
+    return text if time.time() - when < _ERROR_IS_RECENT else ""
 
 
 def leave() -> None:
     """Tell the ranks that wait for this one in collectives that it has raised the noted error; end their waiting."""
-    _store_client().claim(_Finding((dist.get_rank(),), "raised"))
-    _within(_STORE_TIMEOUT, _close_connections)
-
-
-def _store_client() -> _StoreClient:
-    job = _job_members()
-    return job.store() if job is not None else _StoreClient()
-
-
-def _job_members() -> _JobMembers | None:
-    """Return the members of the job that this process belongs to now."""
-    if not _known or not dist.is_initialized() or _known[0][0]() is not dist.group.WORLD:
-        return None
-    return _known[0][1]
+    _store_client().claim("first", ([dist.get_rank()], "raised"))
+    _close_connections()
 
 
 def _close_connections() -> None:
     """Close this process's connections to the ranks that it trains with.
 
-    gloo closes all connections of a group if a receive times out: the receive here is for a message that no rank sends.
     Groups that users created for other purposes stay open.
     """
-    for group in _torch.process_groups():
-        if group is not dist.group.WORLD and not group.group_desc.startswith("mesh"):
-            continue
-        hang_up(group)
+
+    def close() -> None:
+        for group in _torch.process_groups():
+            if group is dist.group.WORLD or group.group_desc.startswith("mesh"):
+                hang_up(group)
+
+    _within(_STORE_TIMEOUT, close)
 
 
 def hang_up(group: dist.ProcessGroup) -> None:
-    """Close this process's connections of a group of gloo: ranks that wait for it get an error at once."""
-    other = next((rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()), None)
-    if other is not None:
+    """Close this process's connections of a group of gloo: ranks that wait for it get an error at once.
+
+    gloo closes all connections of a group if a receive times out: the receive here is for a message that no rank sends.
+    `ProcessGroup.abort` and `shutdown` (2.13.0) leave connections of gloo open until the process ends.
+    """
+    if group.size() > 1:
         with contextlib.suppress(RuntimeError):
             unused = torch.empty(1, dtype=torch.uint8, device="cpu")
-            work = dist.irecv(unused, other, group=group, tag=_NEVER_SENT)
-            if work is not None:
-                work.wait(timedelta(milliseconds=1))
+            group.recv([unused], (group.rank() + 1) % group.size(), _NEVER_SENT).wait(timedelta(milliseconds=1))
