@@ -179,3 +179,33 @@ def test_noise_that_an_op_writes_after_it_is_saved_is_drawn_again(mesh: str):
     rules = {"up": "colwise", "down": "rowwise", "2": "replicate"} if "tp" in mesh else {"**": None}
     transforms = (sl.checkpoint_activations(("0", "1")), zero(3))
     assert_equivalent(_leaky, Numbers((4, 6)), mesh=mesh, rules=rules, transforms=transforms, rng="fast")
+
+
+class Counting(nn.Module):
+    """Statistics of batches, a counter and a mean, of which forward reads the mean and assigns the counter anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm = nn.Linear(6, 6), nn.BatchNorm1d(6)
+        self.register_buffer("mean", torch.zeros(6))
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(self.up(x))
+        if self.training:
+            with torch.no_grad():
+                self.count = self.count + 1
+                self.mean.add_(0.25)
+        return self.norm(h) * (1 + self.mean)
+
+
+def _counting() -> nn.Module:
+    return nn.Sequential(Counting(), Counting(), nn.Linear(6, 3))
+
+
+@pytest.mark.parametrize("pattern", [("0", "1"), "*"])
+@pytest.mark.parametrize("transform", [replicate(), zero(3)], ids=repr)
+def test_buffers_change_once(pattern: Any, transform: Transform):
+    """Buffers are compared after training. "*" recomputes modules inside of modules too."""
+    transforms = (sl.checkpoint_activations(pattern), transform)
+    assert_equivalent(_counting, Numbers((8, 6)), mesh="dp=2", rules={"**": None}, transforms=transforms, steps=3)

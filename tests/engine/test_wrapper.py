@@ -397,6 +397,7 @@ def _refusals() -> None:
         (1.0, "a loss of float"),
         ((loss, -1), "count"),
         ((loss, float("nan")), "count"),
+        ((loss, None), "the count None"),
     ]:
         with pytest.raises(InputError, match=message):
             optimizer.backward(wrong)
@@ -427,3 +428,21 @@ def _saved(model: nn.Module, name: str, shape: tuple[int, ...]) -> dict[str, Any
 
 def test_what_is_refused(ranks):
     ranks(2).run(_refusals)
+
+
+def _state_of_another_layout() -> None:
+    models = [
+        sl.shard_model(nn.Linear(4, 6), mesh, rules, transforms=transforms, compile=None)
+        for mesh, rules, transforms in (("tp=2", {"^": "colwise"}, ()), ("dp=2", {"**": None}, (sl.zero(3),)))
+    ]
+    optimizers = [sl.OptimizerWrapper(torch.optim.AdamW, model) for model in models]
+    for model, optimizer in zip(models, optimizers, strict=True):
+        optimizer.backward(model(torch.ones(2, 4)).square().mean())
+        optimizer.step()
+    with pytest.raises(CheckpointError, match=r'of "weight" is a DTensor of other shards.*full tensors'):
+        optimizers[1].load_state_dict(optimizers[0].state_dict())
+    optimizers[1].load_state_dict(copy.deepcopy(optimizers[1].state_dict()))
+
+
+def test_state_that_is_laid_out_otherwise_is_refused(ranks):
+    ranks(2).run(_state_of_another_layout)

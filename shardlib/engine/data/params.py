@@ -337,6 +337,16 @@ class ParamState:
                 "the last backward pass before a step outside of no_sync; then clip, then step."
             )
 
+    def holds(self, state: DTensor) -> bool:
+        """Tell whether a DTensor has this rank's shard of optimizer state, as it is between steps."""
+        if self.is_local_shard(state):
+            return True
+        like = self.param
+        return isinstance(like, DTensor) and (state.placements, state.device_mesh) == (
+            like.placements,
+            like.device_mesh,
+        )
+
     def is_local_shard(self, tensor: Any) -> bool:
         """Tell whether a tensor is a DTensor over this rank's shard, as `wrap` returns it."""
         if not isinstance(tensor, DTensor):

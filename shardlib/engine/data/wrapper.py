@@ -394,7 +394,14 @@ class OptimizerWrapper(torch.optim.Optimizer):
             hook(self)
 
     def _refuse_other_shapes(self, param: torch.Tensor, state: Mapping[str, Any]) -> None:
+        param_state = param_state_of(param)
         for key, value in state.items():
+            if isinstance(value, DTensor) and not (param_state is not None and param_state.holds(value)):
+                raise CheckpointError(
+                    f'"{key}" of "{self._names[id(param)]}" is a DTensor of other shards in the state dict: '
+                    f"{value.placements} on {value.device_mesh}. Give full tensors, value.full_tensor(); or use "
+                    "shardlib.save and shardlib.load, which lay state out anew. Nothing has been loaded."
+                )
             if isinstance(value, torch.Tensor) and value.numel() != 1 and value.shape != param.shape:
                 raise CheckpointError(
                     f'"{key}" of "{self._names[id(param)]}" has global shape {tuple(value.shape)} in the state dict, '
@@ -415,7 +422,7 @@ def _sum_and_count(loss: Any, weight: Any) -> tuple[torch.Tensor, torch.Tensor |
         shape = tuple(total.shape) if isinstance(total, torch.Tensor) else type(total).__name__
         raise InputError(f"backward() was given a loss of {shape}; give a scalar tensor.")
     given = loss[1] if pair else weight
-    if given is None:
+    if given is None and not pair:
         return total, None
     count = as_count(given, "backward() was given").to(total.device)
     return (total if pair else total * count.to(total.dtype)), count

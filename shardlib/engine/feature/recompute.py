@@ -9,13 +9,15 @@ Names, hooks and state dicts do not change.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
+from shardlib.engine import _torch
 from shardlib.errors import PlanError, nearest
 from shardlib.rules.patterns import compile_pattern
 
@@ -51,17 +53,79 @@ def recompute_in(module: nn.Module) -> Callable[..., Any]:
 
     The second call ends where it has made all tensors that backward needs. torch takes the noise of `nn.RReLU` before
     the op has drawn it, so a call that ends there goes back with memory that nothing was written into: a module that
-    has one is called to its end.
+    has one is called to its end. A buffer that forward changes, as BatchNorm its statistics, changes once: the second
+    call begins with the values of the first, in memory that is dropped.
     """
     to_end = any(isinstance(child, nn.RReLU) for child in module.modules())
-    return functools.partial(_recompute, stop=not to_end)
+    return functools.partial(_recompute, _Buffers(module), stop=not to_end)
 
 
-def _recompute(inner: Callable[..., Any], *args: Any, stop: bool, **kwargs: Any) -> Any:
+def _recompute(buffers: _Buffers, inner: Callable[..., Any], *args: Any, stop: bool, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return inner(*args, **kwargs)
-    call = functools.partial(checkpoint, functools.partial(inner, **kwargs), *args, use_reentrant=False)
+    before: list[_Buffer] | None = None
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        nonlocal before
+        if before is None:
+            before = buffers.kept()
+            output = inner(*args, **kwargs)
+            before = buffers.changed(before)
+            return output
+        with _in_place(before):
+            return inner(*args, **kwargs)
+
+    call = functools.partial(checkpoint, functools.partial(run, **kwargs), *args, use_reentrant=False)
     if stop:
         return call()
     with set_checkpoint_early_stop(False):
         return call()
+
+
+class _Buffer(NamedTuple):
+    """A buffer before forward: where it is, the tensor, its version and its values."""
+
+    own: dict[str, Any]
+    key: str
+    tensor: torch.Tensor
+    version: int
+    values: torch.Tensor
+
+    @property
+    def has_changed(self) -> bool:
+        return self.own.get(self.key) is not self.tensor or self.tensor._version != self.version
+
+
+class _Buffers:
+    """The buffers of a module and of those in it, of which a forward changes some.
+
+    The first forward tells which; later ones copy no others.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        each = (_torch.own_tensors(child)[1] for child in module.modules())
+        self._places = [(own, key) for own in each for key in own]
+
+    def kept(self) -> list[_Buffer]:
+        """Copy the buffers, before a forward."""
+        present = ((own, key, own.get(key)) for own, key in self._places)
+        return [_Buffer(own, key, t, t._version, t.detach().clone()) for own, key, t in present if t is not None]
+
+    def changed(self, before: list[_Buffer]) -> list[_Buffer]:
+        """Return those that a forward has changed."""
+        found = [one for one in before if one.has_changed]
+        self._places = [(one.own, one.key) for one in found]
+        return found
+
+
+@contextmanager
+def _in_place(before: list[_Buffer]) -> Iterator[None]:
+    """Let a forward begin with the values that buffers had, and change copies of them."""
+    after = [one.own.get(one.key) for one in before]
+    for one in before:
+        one.own[one.key] = one.values.clone()
+    try:
+        yield
+    finally:
+        for one, tensor in zip(before, after, strict=True):
+            one.own[one.key] = tensor
