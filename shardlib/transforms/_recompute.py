@@ -18,7 +18,7 @@ __all__ = ["CheckpointActivations", "checkpoint_activations"]
 def checkpoint_activations(pattern: str | Sequence[str] = "units") -> Transform:
     """Recompute the activations of modules in backward: less memory, one more forward of these modules.
 
-    Several such transforms add up.
+    Several such transforms add up. Buffers change once, as by a forward that is not recomputed.
 
     Args:
         pattern: patterns of modules, as in rules, or "units" for the repeated blocks that the plan found.
