@@ -3,21 +3,22 @@
 Samples are those of PyTorch's database of ops. A row of torch's that we do not have is proved or disproved as our own
 are: its operands are cut up, the op runs once for each rank, and the pieces are compared with the op on full tensors.
 
-    python benchmarks/op_rules.py [--only NAME] [--samples 2]
+    python benchmarks/op_rules.py [--only NAME] [--samples 2] [--quick] [--json FILE]
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from _report import parser, write
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 
@@ -32,17 +33,17 @@ _PLAIN = (type(None), Replicate, Shard, Partial)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", help="ops whose name begins so")
-    parser.add_argument("--samples", type=int, default=2, help="samples of each op")
-    options = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--only", help="ops whose name begins so")
+    options.add_argument("--samples", type=int, default=2, help="samples of each op")
+    args = options.parse_args()
     warnings.simplefilter("ignore")
     dist.init_process_group("fake", rank=0, world_size=2)
     mesh = init_device_mesh("cpu", (2,))
     _leave_out_costs()
     found: dict[str, Counter[str]] = defaultdict(Counter)
-    for name in database(options.only):
-        for call in _calls(name, options.samples):
+    for name in islice(database(args.only), 4 if args.quick else None):
+        for call in _calls(name, args.samples):
             found[str(call.op)].update(_compare(call, mesh))
     counts: Counter[tuple[str, str]] = Counter()
     for op, seen in sorted((op, seen) for op, seen in found.items() if seen):
@@ -52,6 +53,9 @@ def main() -> None:
         print(f"{op:56} {how:10} {what:24} {', '.join(sorted(k for k in seen if ' -> ' in k)[:2])}")
     for (how, what), count in sorted(counts.items()):
         print(f"{count:4} ops: {how}, {what}")
+    if args.json:
+        rows = [{"torch has": how, "rows": what, "ops": count} for (how, what), count in sorted(counts.items())]
+        write(args.json, rows)
 
 
 def _calls(name: str, count: int) -> Iterator[AtenCall]:

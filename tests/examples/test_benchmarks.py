@@ -22,7 +22,7 @@ ON_TWO_RANKS = {
     "tensor_parallel.py": ("parallelize_module, fused AdamW", "parallelize_module", "shardlib"),
 }
 ON_ONE_RANK = ("gpu.py", "setup.py")
-BY_PYTHON = "planning.py", pytest.param("gpu.py", marks=pytest.mark.deep)  # which starts torchrun
+BY_PYTHON = "op_rules.py", "planning.py", pytest.param("gpu.py", marks=pytest.mark.deep)  # which starts torchrun
 
 
 def _written(file: Path) -> dict:
