@@ -450,9 +450,11 @@ def _devices(
         apply.apply_plan(model, plan, mesh, check=False)
         stepping = make(model.parameters())
         steps: set[str] = set()
-        put = optimizer._Step.put
+        put = optimizer._Step.set_leaves
         putting = mock.patch.object(
-            optimizer._Step, "put", lambda step, *args: (put(step, *args), steps.update(_stepped_on(step.stand_in)))
+            optimizer._Step,
+            "set_leaves",
+            lambda step, *args: (put(step, *args), steps.update(_stepped_on(step.stand_in))),
         )
         with putting, _NothingOnTheHostIsSent():
             for _ in range(2):
