@@ -209,3 +209,16 @@ def test_buffers_change_once(pattern: Any, transform: Transform):
     """Buffers are compared after training. "*" recomputes modules inside of modules too."""
     transforms = (sl.checkpoint_activations(pattern), transform)
     assert_equivalent(_counting, Numbers((8, 6)), mesh="dp=2", rules={"**": None}, transforms=transforms, steps=3)
+
+
+def _evaluated_first() -> list[float]:
+    """Recomputed first in evaluation, as a loss of features is, and then in training."""
+    model = sl.shard_model(_counting(), "dp=2", {"**": None}, transforms=sl.checkpoint_activations("*"), compile=None)
+    for training in (False, True, True):
+        model.train(training)
+        model(torch.ones(3, 6)).sum().backward()
+    return [float(block.norm.num_batches_tracked) for block in list(model)[:2]]
+
+
+def test_buffers_change_once_also_after_a_forward_that_changes_none(ranks):
+    assert ranks(2).run(_evaluated_first) == [[2.0, 2.0]] * 2

@@ -99,12 +99,12 @@ class _Buffer(NamedTuple):
 class _Buffers:
     """The buffers of a module and of those in it, of which a forward changes some.
 
-    The first forward tells which; later ones copy no others.
+    The first forward in which all of these modules train tells which; later ones copy no others.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        each = (_torch.own_tensors(child)[1] for child in module.modules())
-        self._places = [(own, key) for own in each for key in own]
+        self._modules = [*module.modules()]
+        self._places = [(own, key) for own in (_torch.own_tensors(child)[1] for child in self._modules) for key in own]
 
     def kept(self) -> list[_Buffer]:
         """Copy the buffers, before a forward."""
@@ -114,7 +114,8 @@ class _Buffers:
     def changed(self, before: list[_Buffer]) -> list[_Buffer]:
         """Return those that a forward has changed."""
         found = [one for one in before if one.has_changed]
-        self._places = [(one.own, one.key) for one in found]
+        if all(child.training for child in self._modules):
+            self._places = [(one.own, one.key) for one in found]
         return found
 
 
