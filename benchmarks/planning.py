@@ -55,12 +55,12 @@ def measure(layers: int) -> dict[str, Any]:
     import torch
 
     torch.set_num_threads(1)
-    build, plan = _imported()
+    build, make_plan = _imported()
     seconds: dict[str, float] = {}
     baseline = _peak_mib()
     model = _timed(seconds, "build", lambda: build(layers))
     built = _peak_mib()
-    made = _timed(seconds, "plan", lambda: plan(model))
+    made = _timed(seconds, "plan", lambda: make_plan(model))
     memory = _timed(seconds, "memory", made.memory)
     text = _timed(seconds, "table", lambda: str(made))
     saved = _timed(seconds, "json", made.to_json)
@@ -83,7 +83,7 @@ def _imported() -> tuple[Callable[[int], Any], Callable[[Any], Any]]:
     _hide_unfit_torchvision()
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from shardlib._plan import plan as make_plan
+    from shardlib._plan import make_plan
     from shardlib.rules import Rules
 
     def build(layers: int) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shardlib._plan.buckets import Bucket, Unit, gradient_buckets, units_of, unshard_buckets, update_buckets
 from shardlib._plan.experts import expert_rows
-from shardlib._plan.make import RulesLike, Transform, as_rules, plan, say_absent_axes, transformed
+from shardlib._plan.make import RulesLike, Transform, as_rules, make_plan, say_absent_axes, transformed
 from shardlib._plan.memory import Blocks, Memory
 from shardlib._plan.movements import (
     Movement,
@@ -45,8 +45,8 @@ __all__ = [
     "expert_rows",
     "gradient_buckets",
     "join_small",
+    "make_plan",
     "movements_of",
-    "plan",
     "rows_by_name",
     "say_absent_axes",
     "state_update",

@@ -19,13 +19,13 @@ from shardlib.errors import PlanError
 from shardlib.rules import Rules, Stage, TensorLayout
 from shardlib.rules.stages import Weigh, read_stages, resolve_stages
 
-__all__ = ["RulesLike", "Transform", "as_rules", "plan", "say_absent_axes", "transformed"]
+__all__ = ["RulesLike", "Transform", "as_rules", "make_plan", "say_absent_axes", "transformed"]
 
 RulesLike = Rules | Mapping[str, Any] | str | Path
 Transform = Callable[[Plan], Plan]
 
 
-def plan(
+def make_plan(
     model: nn.Module,
     mesh: MeshLike,
     rules: RulesLike | None = None,

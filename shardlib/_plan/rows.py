@@ -60,8 +60,8 @@ class Row:
     def replace(self, **changes: Any) -> Row:
         """Return a copy with some fields changed; transforms are built from this.
 
-        >>> from shardlib._plan import plan
-        >>> row = plan(torch.nn.Linear(4, 8), "dp=2,tp=2", {"weight": "out@tp in", "bias": None}).rows[0]
+        >>> from shardlib._plan import make_plan
+        >>> row = make_plan(torch.nn.Linear(4, 8), "dp=2,tp=2", {"weight": "out@tp in", "bias": None}).rows[0]
         >>> str(row.replace(state=Layout.parse("out@(tp,dp) in")).state)
         'out@(tp,dp) in'
         """

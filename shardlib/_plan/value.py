@@ -39,8 +39,8 @@ class Plan(PlanTable):
         stages: the stages of a pipeline axis, where the rules name them.
 
     >>> from torch import nn
-    >>> from shardlib._plan import plan
-    >>> made = plan(nn.Linear(4, 8), "dp=2,tp=4", {"weight": "out@tp in", "bias": "out@tp"})
+    >>> from shardlib._plan import make_plan
+    >>> made = make_plan(nn.Linear(4, 8), "dp=2,tp=4", {"weight": "out@tp in", "bias": "out@tp"})
     >>> str(made["weight"].stored), made["weight"].local_shape(made.mesh), made.memory().total
     ('out@tp in', (2, 4), 160)
     """
@@ -53,10 +53,10 @@ class Plan(PlanTable):
         """Apply a transform, and append its name to `transforms`.
 
         >>> from torch import nn
-        >>> from shardlib._plan import plan
+        >>> from shardlib._plan import make_plan
         >>> def untouched(p):
         ...     return p
-        >>> (plan(nn.Linear(4, 8), "dp=2", {"weight": None, "bias": None}) | untouched).transforms
+        >>> (make_plan(nn.Linear(4, 8), "dp=2", {"weight": None, "bias": None}) | untouched).transforms
         ('untouched',)
         """
         if not callable(transform):
@@ -72,11 +72,11 @@ class Plan(PlanTable):
         """Apply `fn` to every row; transforms are built from this.
 
         >>> from torch import nn
-        >>> from shardlib._plan import plan
+        >>> from shardlib._plan import make_plan
         >>> from shardlib.layout import Layout
         >>> def zero1(p):
         ...     return p.map_rows(lambda row: row.replace(state=Layout.parse("out@dp in")))
-        >>> p = plan(nn.Linear(4, 8, bias=False), "dp=2", {"weight": None}, transforms=[zero1])
+        >>> p = make_plan(nn.Linear(4, 8, bias=False), "dp=2", {"weight": None}, transforms=[zero1])
         >>> p.memory().state, p.memory().parameters, p.transforms
         (128, 128, ('zero1',))
         """

@@ -7,7 +7,7 @@ from shardlib.booster._booster import BoostedModule, Booster
 from shardlib.booster._checkpoint_io import GeneralCheckpointIO
 from shardlib.booster._coordinator import DistCoordinator
 from shardlib.booster._data import DataLoader
-from shardlib.booster._lazy import LazyInitContext
+from shardlib.booster._lazy_init import LazyInitContext
 from shardlib.booster._logger import DistributedLogger, disable_existing_loggers, get_dist_logger
 from shardlib.booster._moe import MoeHybridParallelPlugin
 from shardlib.booster._optimizer import BoostedOptimizer

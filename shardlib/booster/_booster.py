@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardlib.booster._checkpoint_io import GeneralCheckpointIO, Path
-from shardlib.booster._lazy import build_again, is_recorded
+from shardlib.booster._lazy_init import build_again, is_recorded
 from shardlib.booster._lora import add_lora, save_lora
 from shardlib.booster._optimizer import BoostedOptimizer, Carried
 from shardlib.booster._plugins import OneProcess, Plugin

@@ -134,7 +134,7 @@ def _layout(name: str, tensor: DTensor, rank_mesh: RankMesh) -> Layout:
         raise CheckpointError(f'"{name}" cannot be saved with its placements: {error}') from None
 
 
-_SPARE = ("dp", "tp", "fsdp", "sp", "cp", "ep", "pp", "shard", "replicate", "data", "model", "tensor")
+_SUBSTITUTES = ("dp", "tp", "fsdp", "sp", "cp", "ep", "pp", "shard", "replicate", "data", "model", "tensor")
 
 
 def _axis_names(mesh: Any) -> tuple[str, ...]:
@@ -144,7 +144,7 @@ def _axis_names(mesh: Any) -> tuple[str, ...]:
         return MeshShape(dict.fromkeys(names, 1)).names
     except MeshError:
         root = tuple(_torch.root_mesh(mesh).mesh_dim_names or range(mesh.ndim))
-        return tuple(_SPARE[root.index(name)] for name in names or range(mesh.ndim))
+        return tuple(_SUBSTITUTES[root.index(name)] for name in names or range(mesh.ndim))
 
 
 def rank_mesh_of(mesh: Any) -> RankMesh:

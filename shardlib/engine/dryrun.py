@@ -70,7 +70,7 @@ def plan(
     """
     device_type = mesh.device_type if isinstance(mesh, DeviceMesh) else "cpu"
     weigh = weighing(example, torch.device(device_type))
-    made = _plan.plan(model, mesh, rules, transforms=transforms, weigh=weigh)
+    made = _plan.make_plan(model, mesh, rules, transforms=transforms, weigh=weigh)
     if example is None:
         return made
     report, partial = _dry_run(model, made, example, device_type)

@@ -111,7 +111,7 @@ def check_layouts(
     shape = shape_of(mesh) if isinstance(mesh, Mesh) else MeshShape.of(mesh)
     if -1 in shape.sizes:
         raise MeshError(f'check_layouts() was given mesh "{shape}"; give every size: no devices are counted.')
-    plan = _plan.plan(model, shape, rules, transforms=transforms)
+    plan = _plan.make_plan(model, shape, rules, transforms=transforms)
     refuse_settings(plan)
     fn, stored = _without_values(model, plan)
     typer = Typer(shape)

@@ -80,7 +80,7 @@ def compile_model(
     shape = shape_of(mesh)
     if any(isinstance(tensor, DTensor) for tensor in (*model.parameters(), *model.buffers())):
         raise PlanError("The model is sharded already; compile the single-device model, before shard_model.")
-    plan = _plan.plan(model, shape, rules, transforms=transforms)
+    plan = _plan.make_plan(model, shape, rules, transforms=transforms)
     refuse_settings(plan)
     stored = {row.name: storage_of(row, mesh, shape) for row in plan.rows}
     compiled = Compiled(

@@ -11,7 +11,7 @@ import torch
 from jax.sharding import Mesh
 from torch import nn
 
-from shardlib._plan import RulesLike, plan
+from shardlib._plan import RulesLike, make_plan
 from shardlib.errors import InputError
 from shardlib.jax._dtypes import refuse_narrowed, torch_dtype
 from shardlib.jax._exchange import to_jax
@@ -61,7 +61,7 @@ def shard_params(params: Any, mesh: Mesh, rules: RulesLike) -> Any:
         raise InputError(f'Two paths of the tree make the name "{twice[0]}"; rename keys that hold dots.')
     for name, (_, leaf) in zip(names, leaves, strict=True):
         _hold(holder, name, _checked(name, leaf))
-    laid_out = plan(holder, shape, rules)
+    laid_out = make_plan(holder, shape, rules)
     arrays = [_placed(name, leaf, mesh, laid_out[name].stored) for name, (_, leaf) in zip(names, leaves, strict=True)]
     return jax.tree_util.tree_unflatten(structure, arrays)
 

@@ -116,7 +116,7 @@ class BaseSchedule:
                 f"A batch is a {type(batch).__name__}{length}; give pairs (data, label), dicts of a model's arguments, "
                 "or a data_process_func that makes pairs: initialize(...), then engine.schedule.data_process_func = ..."
             )
-        data, label = _moved(batch[0], device), _moved(batch[1], device)
+        data, label = _to_device(batch[0], device), _to_device(batch[1], device)
         self.batch_size = rows_of(data)
         return data, label
 
@@ -279,7 +279,7 @@ def _mapped(data: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     return type(data)(_mapped(value, change) for value in data) if isinstance(data, tuple | list) else data
 
 
-def _moved(data: Any, device: torch.device) -> Any:
+def _to_device(data: Any, device: torch.device) -> Any:
     return _mapped(data, lambda tensor: tensor.to(device, non_blocking=True))
 
 

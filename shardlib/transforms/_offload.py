@@ -68,11 +68,11 @@ class Offload(Transform):
         words = (self.what,) if isinstance(self.what, str) else self.what
         names = chosen(plan, self.only, self)
         for word in _PHASES if words == ("all",) else words:
-            plan = _moved(plan, _PHASES[word], names, self.fraction)
+            plan = _phase_on_host(plan, _PHASES[word], names, self.fraction)
         return plan
 
 
-def _moved(plan: Plan, phase: Phase, names: set[str], fraction: float) -> Plan:
+def _phase_on_host(plan: Plan, phase: Phase, names: set[str], fraction: float) -> Plan:
     rows = [row for row in plan.rows if row.name in names and phase in row.layouts]
     going = _largest(plan, rows, phase, fraction)
     return put_on_host(plan, phase, going)
@@ -92,9 +92,9 @@ def _largest(plan: Plan, rows: Sequence[Row], phase: Phase, fraction: float) -> 
 def put_on_host(plan: Plan, phase: Phase, names: Collection[str]) -> Plan:
     """Return the plan with one phase of some rows in host memory."""
 
-    def moved(row: Row) -> Row:
+    def on_host(row: Row) -> Row:
         if row.name not in names:
             return row
         return row.replace(**{phase: dataclasses.replace(row.layouts[phase], memory="host")})
 
-    return plan.map_rows(moved)
+    return plan.map_rows(on_host)

@@ -24,7 +24,7 @@ from shardlib.booster import (
     LowLevelZeroPlugin,
     TorchDDPPlugin,
 )
-from shardlib.booster._lazy import values_of
+from shardlib.booster._lazy_init import values_of
 from shardlib.errors import CheckpointError, ShardingError
 from tests.engine.whole import values
 from tests.families.transformer_models import build, small, text, transformers

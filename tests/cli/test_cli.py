@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from shardlib import layouts
-from shardlib._plan import Plan, plan
+from shardlib._plan import Plan, make_plan
 from shardlib.cli import main
 from shardlib.transforms import accumulate, offload, zero
 from tests.cli.models_for_cli import MLP, tiny
@@ -54,14 +54,14 @@ def mlp_layout(tmp_path: Path) -> Path:
 
 def test_plan_prints_what_print_plan_prints(run: Run):
     code, out, err = run("plan", GPT, "--mesh", "dp=2,tp=2", "--layout", "example_gpt")
-    expected = str(plan(tiny(), "dp=2,tp=2", layouts.load("example_gpt")))
+    expected = str(make_plan(tiny(), "dp=2,tp=2", layouts.load("example_gpt")))
     assert (code, err) == (0, "")
     assert out == f"{expected}\n"
 
 
 def test_the_layout_for_the_model_s_class_is_found(run: Run):
     _, out, _ = run("plan", GPT, "--mesh", "tp=2", "--json")
-    assert out == plan(tiny(), "tp=2", layouts.load("example_gpt")).to_json()
+    assert out == make_plan(tiny(), "tp=2", layouts.load("example_gpt")).to_json()
 
 
 def test_a_plan_as_json_comes_back_equal_with_its_dry_run(run: Run):
@@ -475,7 +475,7 @@ def test_plan_takes_transforms_as_they_print(run: Run):
         "accumulate(4)",
         "--json",
     )
-    expected = plan(tiny(), "dp=2,tp=2", layouts.load("example_gpt")) | zero(2) | offload() | accumulate(4)
+    expected = make_plan(tiny(), "dp=2,tp=2", layouts.load("example_gpt")) | zero(2) | offload() | accumulate(4)
     assert (code, err) == (0, "")
     assert out == expected.to_json()
 

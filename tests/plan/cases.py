@@ -9,7 +9,7 @@ from gpt import GPT, GPTConfig
 from torch import nn
 
 from shardlib import layouts
-from shardlib._plan import Plan, plan
+from shardlib._plan import Plan, make_plan
 
 __all__ = ["MLP_RULES", "gpt", "gpt_plan", "mlp", "tiny"]
 
@@ -30,7 +30,7 @@ def gpt(**changes: Any) -> GPT:
 
 
 def gpt_plan(mesh: str = "dp=2,tp=4", **changes: Any) -> Plan:
-    return plan(gpt(**changes), mesh, layouts.load("example_gpt"))
+    return make_plan(gpt(**changes), mesh, layouts.load("example_gpt"))
 
 
 def mlp(width: int = 32) -> nn.Sequential:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from shardlib import layouts
-from shardlib._plan import Plan, plan
+from shardlib._plan import Plan, make_plan
 from tests.plan.cases import gpt
 from tests.torchvision_on_cpu import import_torchvision
 
@@ -123,7 +123,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
 def test_the_resolved_table_is_the_one_that_is_kept(name: str):
     build, layout, mesh = CASES[name]
     with torch.device("meta"):
-        made = plan(build(), mesh, layouts.load(layout))
+        made = make_plan(build(), mesh, layouts.load(layout))
     file = GOLDEN / f"{name}.json"
     if os.environ.get("SHARDLIB_WRITE_GOLDEN"):
         file.write_text(made.to_json(), encoding="utf-8")

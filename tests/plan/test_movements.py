@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import shardlib as sl
-from shardlib._plan import Movement, Plan, Traffic, plan
+from shardlib._plan import Movement, Plan, Traffic, make_plan
 from shardlib.errors import PlanError
 from shardlib.layout import Layout
 from tests.plan.cases import MLP_RULES, gpt_plan, mlp
@@ -20,7 +20,7 @@ def _split(made: Plan, **phases: str) -> Plan:
 
 
 def _weight(mesh: str, **phases: str) -> Plan:
-    return _split(plan(nn.Linear(6, 10, bias=False), mesh, {"weight": "out in"}), **phases)
+    return _split(make_plan(nn.Linear(6, 10, bias=False), mesh, {"weight": "out in"}), **phases)
 
 
 def _listed(made: Plan) -> list[str]:
@@ -33,7 +33,7 @@ def _listed(made: Plan) -> list[str]:
 
 def _two_layers(*transforms: sl.Transform) -> Plan:
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
-    return plan(model, "dp=2", {"*.weight": "out in"}, transforms=transforms)
+    return make_plan(model, "dp=2", {"*.weight": "out in"}, transforms=transforms)
 
 
 def test_whole_parameters_are_reduced_once_a_step():
@@ -90,7 +90,7 @@ def test_copies_between_memories_stand_at_the_borders_of_phases():
 
 
 def test_a_copy_on_one_rank_is_a_movement_that_sends_nothing():
-    made = plan(nn.Linear(4, 4, bias=False), "dp=1", {"weight": "out in"}, transforms=[sl.offload()])
+    made = make_plan(nn.Linear(4, 4, bias=False), "dp=1", {"weight": "out in"}, transforms=[sl.offload()])
     assert [(one.purpose, one.bytes) for one in made.movements()] == [
         ("parameters, step", 0),
         ("gradients, step", 0),
@@ -186,7 +186,7 @@ def test_whole_tensors_are_all_reduced_over_all_data_axes():
 
 
 def test_only_a_rank_s_own_part_is_reduced():
-    made = plan(mlp(), "dp=2,tp=2", MLP_RULES)
+    made = make_plan(mlp(), "dp=2,tp=2", MLP_RULES)
     # Of 16 x 32, 32, 32 x 16 and 16 elements all but the last bias are halved; a ring of two sends what it reduces.
     assert made.traffic() == (Traffic("gradients", "all_reduce", ("dp",), 4 * (256 + 16 + 256 + 16), 4),)
 
@@ -200,7 +200,7 @@ def test_uneven_pieces_are_counted_as_they_are():
 
 def test_frozen_parameters_that_are_stored_in_pieces_are_gathered_and_no_more():
     model = nn.Linear(6, 10, bias=False).requires_grad_(False)
-    made = _split(plan(model, "dp=2", {"weight": "out in"}), stored="out@dp in")
+    made = _split(make_plan(model, "dp=2", {"weight": "out in"}), stored="out@dp in")
     assert [each.what for each in made.traffic()] == ["parameters, forward", "parameters, backward"]
     kept = made.map_rows(lambda row: row.replace(reshard=False))
     assert [each.what for each in kept.traffic()] == ["parameters, forward"]

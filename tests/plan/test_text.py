@@ -18,7 +18,7 @@ from torch import nn
 
 import shardlib as sl
 from shardlib._mesh import MeshShape
-from shardlib._plan import DryRun, Gathered, Plan, Recorded, plan
+from shardlib._plan import DryRun, Gathered, Plan, Recorded, make_plan
 from shardlib._plan.page import picture
 from shardlib._plan.pictures import drawn
 from shardlib._plan.readable import human_bytes, human_count
@@ -67,7 +67,7 @@ class _Net(nn.Module):
 
 def _net() -> Plan:
     rules = {"embed.weight": "vocab@tp embed", "blocks.*": "colwise", "norm": None, "frozen": None}
-    return plan(_Net(), "dp=2,tp=4", sl.Rules(rules, unmatched="replicate"))
+    return make_plan(_Net(), "dp=2,tp=4", sl.Rules(rules, unmatched="replicate"))
 
 
 PARTED = (sl.zero(3), sl.accumulate(2), sl.offload("grads"))
@@ -167,7 +167,7 @@ def test_a_difference_of_one_field(change: dict[str, Any], said: str):
 
 def test_a_pipeline_that_was_run_dry_tells_what_its_stages_do():
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
-    made = plan(model, "pp=2,dp=2", sl.Rules({"**": None}, stages="0 | 1-2"))
+    made = make_plan(model, "pp=2,dp=2", sl.Rules({"**": None}, stages="0 | 1-2"))
     report = DryRun(
         (),
         (),
@@ -262,13 +262,13 @@ def test_the_table_folds_blocks_and_shows_one_layout_column_where_phases_agree()
 
 
 def test_phases_that_differ_have_columns_of_their_own():
-    text = str(plan(mlp(), "fsdp=2,tp=2", {"0": "out@(fsdp,tp)", "2": "replicate"}))
+    text = str(make_plan(mlp(), "fsdp=2,tp=2", {"0": "out@(fsdp,tp)", "2": "replicate"}))
     assert _cells(text, "tensor")[3:5] == ["stored = grad = state", "compute"]
     assert _cells(text, "0.weight")[3:5] == ["out@(fsdp,tp) in", "out@tp in"]
 
 
 def test_uneven_pieces_are_marked():
-    assert _cells(str(plan(mlp(33), "tp=4", MLP_RULES)), "0.weight")[2] == "(<=9, 16)"
+    assert _cells(str(make_plan(mlp(33), "tp=4", MLP_RULES)), "0.weight")[2] == "(<=9, 16)"
 
 
 def test_a_report_is_part_of_the_table():
@@ -293,7 +293,7 @@ def test_a_report_with_nothing_gathered_says_so():
 
 def test_a_rich_console_prints_the_table_and_takes_nothing_for_markup():
     model = nn.ModuleDict({"up": nn.Linear(4, 8, bias=False)})
-    made = plan(model, "tp=2", {"[u]p.weight": "out@tp in"})
+    made = make_plan(model, "tp=2", {"[u]p.weight": "out@tp in"})
     console = Console(file=io.StringIO(), width=200, force_terminal=True)
     console.print(made.table())
     assert "[u]p.weight" in re.sub(r"\x1b\[[0-9;]*m", "", console.file.getvalue())
@@ -310,8 +310,8 @@ def test_equal_plans_differ_in_nothing():
 
 
 def test_a_difference_is_told_in_lines():
-    before = plan(mlp(), "dp=2,tp=2", MLP_RULES)
-    after = plan(mlp(), "dp=2,tp=4", {"0": "replicate", "2": "rowwise"})
+    before = make_plan(mlp(), "dp=2,tp=2", MLP_RULES)
+    after = make_plan(mlp(), "dp=2,tp=4", {"0": "replicate", "2": "rowwise"})
     assert before.diff(after) == "\n".join(
         [
             "~ mesh: dp=2,tp=2 -> dp=2,tp=4",
@@ -336,10 +336,10 @@ def test_a_difference_names_tensors_that_only_one_plan_has_with_blocks_folded():
 
 
 def test_a_difference_tells_fields_of_a_row():
-    before = plan(mlp(), "tp=2", MLP_RULES)
+    before = make_plan(mlp(), "tp=2", MLP_RULES)
     frozen = mlp()
     frozen[0].weight.requires_grad_(False)
-    lines = before.diff(plan(frozen, "tp=2", MLP_RULES)).splitlines()
+    lines = before.diff(make_plan(frozen, "tp=2", MLP_RULES)).splitlines()
     assert "~ 0.weight: trained yes -> no; grad, state out@tp in -> -" in lines
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardlib._plan import Plan, plan
+from shardlib._plan import Plan, make_plan
 from shardlib._plan.units import find_repeated, find_units
 from tests.plan.cases import gpt_plan
 
@@ -66,7 +66,7 @@ class Parts(nn.Module):
 def test_units_are_the_blocks_and_layers_outside_of_them():
     """Of two layers that share a weight, the one that has a bias besides is a unit: of the bias."""
     assert find_units(Parts()) == ("head", "attention.out_proj", "blocks.0", "blocks.1", "norm", "other")
-    made = plan(Parts(), "dp=2", {"**": "replicate"})
+    made = make_plan(Parts(), "dp=2", {"**": "replicate"})
     assert {row.name for row in made.rows if made.unit(row) == ""} == {
         "scale",
         "attention.in_proj_weight",
@@ -88,7 +88,7 @@ def test_a_plan_finds_the_unit_of_a_row():
 
 
 def test_what_is_shared_with_the_outside_belongs_to_the_root_unit():
-    made = plan(Shared(), "dp=2", {"**.weight": None, "**.bias": None})
+    made = make_plan(Shared(), "dp=2", {"**.weight": None, "**.bias": None})
     assert made.units == ("first", "blocks.0", "blocks.1")
     assert made.unit(made["blocks.0.weight"]) == "blocks.0"
     assert made.unit(made["last.weight"]) == ""
@@ -97,7 +97,7 @@ def test_what_is_shared_with_the_outside_belongs_to_the_root_unit():
 def test_what_several_units_share_belongs_to_the_root_unit():
     model = _list(_linear(), _linear())
     model[1].weight = model[0].weight
-    made = plan(model, "dp=2", {"**.weight": None, "**.bias": None})
+    made = make_plan(model, "dp=2", {"**.weight": None, "**.bias": None})
     assert [made.unit(row) for row in made.rows] == ["", "0", "1"]
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from shardlib import layouts
 from shardlib._mesh import MeshShape
-from shardlib._plan import plan
+from shardlib._plan import make_plan
 from shardlib.rules import Rules, suggest
 from shardlib.rules._values import spelled
 from shardlib.rules.suggest import complete
@@ -47,11 +47,11 @@ class Attention(nn.Module):
 
 def test_heads_that_do_not_divide_are_replicated_and_the_plan_says_so() -> None:
     model = nn.Sequential(Attention(3, 24))
-    made = plan(model, "tp=2", suggest(model))
+    made = make_plan(model, "tp=2", suggest(model))
     assert made["0.q_proj.weight"].local_shape(made.mesh) == (24, 24)
     assert "does not divide" in made["0.q_proj.weight"].note
     assert made["0.o_proj.weight"].local_shape(made.mesh) == (24, 12)
-    assert plan(model, "tp=3", suggest(model))["0.q_proj.weight"].local_shape(MeshShape.of("tp=3")) == (8, 24)
+    assert make_plan(model, "tp=3", suggest(model))["0.q_proj.weight"].local_shape(MeshShape.of("tp=3")) == (8, 24)
 
 
 def test_two_numbers_of_heads_in_one_model_have_different_names() -> None:
@@ -60,7 +60,7 @@ def test_two_numbers_of_heads_in_one_model_have_different_names() -> None:
     model = nn.ModuleDict({"image": first, "text": second})
     rules = suggest(model)
     assert rules.sizes == {"head_dim": "head_dim", "head_dim2": "attention_head_size"}
-    made = plan(model, "tp=2", rules)
+    made = make_plan(model, "tp=2", rules)
     assert made["text.q_proj.weight"].stored.text == "(heads=2@tp head_dim2=8) in"
 
 
@@ -70,13 +70,13 @@ def test_a_size_has_to_be_known_to_all_layers_of_a_name() -> None:
     rules = suggest(model)
     assert rules.sizes == {"heads": "num_heads"}
     del model[1].attn.num_heads
-    assert suggest(model).sizes == {} and plan(model, "tp=2", suggest(model))["1.attn.q_proj.weight"].stored.axes
+    assert suggest(model).sizes == {} and make_plan(model, "tp=2", suggest(model))["1.attn.q_proj.weight"].stored.axes
 
 
 def test_a_module_called_output_is_named_by_its_tensors() -> None:
     model = nn.ModuleDict({"attention": nn.ModuleDict({"output": nn.LayerNorm(4)})})
     rules = suggest(model)
-    assert plan(model, "tp=2", rules)["attention.output.weight"].rule == "attention.output.*"
+    assert make_plan(model, "tp=2", rules)["attention.output.weight"].rule == "attention.output.*"
 
 
 def test_heads_by_their_number_and_by_their_width_do_not_mix() -> None:
@@ -86,7 +86,7 @@ def test_heads_by_their_number_and_by_their_width_do_not_mix() -> None:
     model = nn.ModuleDict({"image": first, "text": second})
     rules = suggest(model)
     assert rules.axes == {"heads": "tp?", "heads2": "tp?"}
-    made = plan(model, "tp=2", rules)
+    made = make_plan(model, "tp=2", rules)
     assert made["image.q_proj.weight"].stored.text == "(heads=4@tp head=4) in"
     assert made["text.q_proj.weight"].stored.text == "(heads2=2@tp head_dim=8) in"
 
@@ -293,7 +293,7 @@ def test_convolutions_that_follow_each_other_are_paired(groups: int, split: dict
     rules = suggest(model)
     values = {key.removeprefix("*."): spelled(value).strip('"') for key, value in rules.rules.items()}
     assert {key: value for key, value in values.items() if value != "replicate"} == {**split, "shortcut": ALONE}
-    made = plan(model, "tp=3", rules)  # neither channels nor groups divide over three ranks
+    made = make_plan(model, "tp=3", rules)  # neither channels nor groups divide over three ranks
     assert made["0.bn1.weight"].local_shape(made.mesh) == (8,)
     if groups > 1:
         assert made["0.conv2.weight"].local_shape(made.mesh) == (8, 2, 3, 3)
@@ -334,9 +334,9 @@ def test_a_convolution_in_no_pair_is_sharded_alone(conv: nn.Module, value: str, 
     rules = suggest(model)
     assert spelled(rules.rules["conv"]) == f'"{value}"'
     assert rules.activations.keys() == (set() if "out" in value else {"conv.output"})
-    made, weight = plan(model, "tp=2", rules), "conv.weight_v" if hasattr(conv, "weight_v") else "conv.weight"
+    made, weight = make_plan(model, "tp=2", rules), "conv.weight_v" if hasattr(conv, "weight_v") else "conv.weight"
     assert made[weight].local_shape(made.mesh) == shape
-    assert "does not divide" in plan(model, "tp=3", rules)[weight].note
+    assert "does not divide" in make_plan(model, "tp=3", rules)[weight].note
 
 
 @pytest.mark.parametrize(
@@ -365,7 +365,7 @@ def test_a_layer_of_a_block_may_widen_as_much_as_it_likes() -> None:
 def test_a_linear_layer_before_a_batch_norm_is_a_convolution_of_tokens() -> None:
     model = nn.ModuleDict({"linear": nn.Linear(16, 8), "norm": nn.BatchNorm1d(8)})
     assert spelled(suggest(model).rules["linear"]) == '"out channel"' and not suggest(model).activations
-    assert plan(model, "tp=2", suggest(model))["linear.weight"].stored.text == "out channel@tp"
+    assert make_plan(model, "tp=2", suggest(model))["linear.weight"].stored.text == "out channel@tp"
 
 
 class LeViT(nn.Module):

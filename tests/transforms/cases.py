@@ -8,7 +8,7 @@ import torch
 from hypothesis import strategies as st
 from torch import nn
 
-from shardlib._plan import LossScale, Plan, plan
+from shardlib._plan import LossScale, Plan, make_plan
 from shardlib.rules import Rules
 from shardlib.transforms import (
     Transform,
@@ -61,8 +61,8 @@ def small() -> nn.Module:
 def laid_out(mesh: str = "dp=2,fsdp=2,tp=2", **changes: Any) -> Plan:
     """The plan of `Small`; on a mesh without "tp" nothing is split."""
     if "tp" not in mesh:
-        return plan(small(), mesh, dict.fromkeys(RULES, "replicate"), **changes)
-    return plan(small(), mesh, Rules(RULES, sizes={"qkv": 3, "heads": 4}), **changes)
+        return make_plan(small(), mesh, dict.fromkeys(RULES, "replicate"), **changes)
+    return make_plan(small(), mesh, Rules(RULES, sizes={"qkv": 3, "heads": 4}), **changes)
 
 
 _ONLY = st.sampled_from([None, None, "blocks.*", ("embed", "proj.bias"), "^frozen"])

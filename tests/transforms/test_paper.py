@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardlib._plan import Plan, plan
+from shardlib._plan import Plan, make_plan
 from shardlib.transforms import Transform, accumulate, fsdp, precision, replicate, zero
 
 RANKS = 64
@@ -24,7 +24,7 @@ def _whole(mesh: str = f"dp={RANKS}") -> Plan:
     """75 tensors of a hundred million elements; 64 divides their first dim."""
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(15625, 6400, bias=False) for _ in range(75)))
-    return plan(model, mesh, {"**": "replicate"})
+    return make_plan(model, mesh, {"**": "replicate"})
 
 
 def _gigabytes(made: Plan) -> float:

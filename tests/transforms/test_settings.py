@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardlib._plan import LossScale, Plan, Step, plan
+from shardlib._plan import LossScale, Plan, Step, make_plan
 from shardlib.errors import PlanError
 from shardlib.transforms import accumulate, checkpoint_activations, fsdp, offload, precision, zero
 from tests.transforms.cases import laid_out
@@ -93,7 +93,7 @@ def test_what_is_kept_stays_as_it_is():
 
 def test_a_model_that_is_low_already_stays_and_the_plan_says_so():
     model = nn.Linear(4, 4, dtype=torch.bfloat16)
-    made = plan(model, "dp=2", {"weight": None, "bias": None}) | precision("bf16")
+    made = make_plan(model, "dp=2", {"weight": None, "bias": None}) | precision("bf16")
     assert made.notes == ('precision("bf16") changes no tensor: no parameter is of float32.',)
     assert _dtypes(made, "weight") == ["None"] * 4
 
@@ -148,7 +148,7 @@ def test_all_of_fp8_goes_together():
 
 
 def _built_in(dtype: torch.dtype) -> Plan:
-    return plan(nn.Linear(4, 4, dtype=dtype), "dp=2", {"weight": None, "bias": None})
+    return make_plan(nn.Linear(4, 4, dtype=dtype), "dp=2", {"weight": None, "bias": None})
 
 
 @pytest.mark.parametrize(

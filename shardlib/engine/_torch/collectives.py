@@ -222,13 +222,13 @@ def part(tensor: torch.Tensor, mesh: DeviceMesh, axis: int, want: Any) -> torch.
     return tensor.unflatten(dim, (pieces, size // pieces)).narrow(dim + 1, start, count).clone().flatten(dim, dim + 1)
 
 
-def intercept_redistribution(ours: Callable[..., Any]) -> Callable[[], None]:
-    """Have `DTensor.redistribute` and `full_tensor` ask `ours(original, local, source, target, **options)`.
+def intercept_redistribution(redistribute: Callable[..., Any]) -> Callable[[], None]:
+    """Have `DTensor.redistribute` and `full_tensor` ask `redistribute(original, local, source, target, **options)`.
 
     Returns a function that undoes it.
     """
     original = _redistribute.redistribute_local_tensor
-    _redistribute.redistribute_local_tensor = functools.partial(ours, original)  # type: ignore[assignment]
+    _redistribute.redistribute_local_tensor = functools.partial(redistribute, original)  # type: ignore[assignment]
     return lambda: setattr(_redistribute, "redistribute_local_tensor", original)
 
 

@@ -89,15 +89,15 @@ def dispatcher() -> Any:
     return DTensor._op_dispatcher
 
 
-def intercept_propagation(ours: Callable[..., Any]) -> Callable[[], None]:
-    """Have DTensor ask `ours(original, op, args, kwargs, info, try_cache)` for what its C++ cache does not know.
+def intercept_propagation(propagate: Callable[..., Any]) -> Callable[[], None]:
+    """Have DTensor ask `propagate(original, op, args, kwargs, info, try_cache)` for what its C++ cache does not know.
 
-    `ours` returns an `OutputSharding`, which is cached and carried out, or the result itself. Returns a function that
-    undoes it.
+    `propagate` returns an `OutputSharding`, which is cached and carried out, or the result itself. Returns a function
+    that undoes it.
     """
     target = dispatcher()
     original = target._propagate_op_sharding_dispatch_slow_path
-    target._propagate_op_sharding_dispatch_slow_path = functools.partial(ours, original)
+    target._propagate_op_sharding_dispatch_slow_path = functools.partial(propagate, original)
     return lambda: vars(target).pop("_propagate_op_sharding_dispatch_slow_path", None)
 
 
@@ -107,10 +107,10 @@ def move_handlers(ops: Sequence[Op]) -> dict[Op, Any]:
     return {op: table.pop(op) for op in ops if op in table}
 
 
-def replace_handler(op: Op, ours: Callable[..., Any]) -> Callable[[], None]:
-    """Let `ours(op, args, kwargs)` carry out an op of DTensors that torch handles before its cache; return an undo."""
+def replace_handler(op: Op, handler: Callable[..., Any]) -> Callable[[], None]:
+    """Let `handler(op, args, kwargs)` carry out an op that DTensor handles before its cache; return an undo."""
     table = dispatcher()._custom_op_handlers
-    original, table[op] = table[op], ours
+    original, table[op] = table[op], handler
     return functools.partial(table.__setitem__, op, original)
 
 

@@ -66,7 +66,7 @@ __all__ = [
     "local_of",
     "local_shape_and_offset",
     "mark_parameter",
-    "moved",
+    "on_dim",
     "referenced",
     "replicated_spec",
     "seed_all",
@@ -239,7 +239,7 @@ def splits(placement: Placement, dim: int) -> bool:
     return isinstance(placement, Shard | _StridedShard) and placement.dim == dim
 
 
-def moved(placement: Placement, dim: int) -> Placement:
+def on_dim(placement: Placement, dim: int) -> Placement:
     """Return the same split of another tensor dim."""
     if isinstance(placement, _StridedShard):
         return _StridedShard(dim, split_factor=placement.split_factor)

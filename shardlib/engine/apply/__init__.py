@@ -21,7 +21,7 @@ from shardlib import layouts
 from shardlib._log import timed
 from shardlib._mesh import MeshLike, MeshShape, device_here
 from shardlib._mesh import mesh as make_mesh
-from shardlib._plan import Plan, plan, transformed
+from shardlib._plan import Plan, make_plan, transformed
 from shardlib.engine import _torch
 from shardlib.engine.apply.additions import refuse_additions
 from shardlib.engine.apply.calls import compile_calls, wrap_calls
@@ -310,7 +310,7 @@ def _planned(model: nn.Module, device_mesh: DeviceMesh, rules: Any, transforms: 
                 f'"{MeshShape.of(device_mesh)}". Make the plan again for this mesh: shardlib.plan(model, mesh, rules).'
             )
         return transformed(rules, transforms)
-    return plan(
+    return make_plan(
         model,
         device_mesh,
         layouts.for_model(model) if rules is None else rules,

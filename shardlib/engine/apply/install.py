@@ -13,10 +13,10 @@ from shardlib.engine.data import state
 from shardlib.engine.data.conversion import refuse_conversions, refuse_pickles
 from shardlib.engine.feature import balance, batchnorm, exact, experts
 from shardlib.engine.model import borders
+from shardlib.engine.model.choose_regions import inside
 from shardlib.engine.model.embedding import is_embedding, look_up_locally
 from shardlib.engine.model.linear import compute_locally
 from shardlib.engine.model.region import install_region
-from shardlib.engine.model.regions import inside
 from shardlib.engine.undo import Undo
 from shardlib.rules.dims import linear_dims
 

@@ -19,7 +19,7 @@ from shardlib._plan import Movement, Optimizer, Plan, Purpose, Row, movements_of
 from shardlib.engine import _torch
 from shardlib.engine.data.executor import Executor
 from shardlib.engine.feature import batchnorm, exact
-from shardlib.engine.model.regions import find_regions, inside
+from shardlib.engine.model.choose_regions import find_regions, inside
 from shardlib.engine.pipeline.stages import Stages, has_stages
 from shardlib.errors import ShardingError
 from shardlib.layout import Layout
@@ -36,7 +36,7 @@ class RankPlan:
         mesh: the mesh of the axes of `plan`.
         coordinate: the coordinate of this rank on each axis.
         device: the device of this rank.
-        regions: names of the modules that compute on DTensors (`regions.py`).
+        regions: names of the modules that compute on DTensors (`choose_regions.py`).
         batch_norms: names of the modules that normalise by batch statistics.
         exact_random: whether random numbers are drawn by global element.
         stages: the stages of a pipeline; None without any.

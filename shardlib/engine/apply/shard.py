@@ -94,12 +94,12 @@ def _placed(rank_plan: RankPlan, name: str, tensor: torch.Tensor, local: torch.T
     elif mesh is not None:
         layout = rank_plan.layout(name, tensor)
     else:
-        return _moved(rank_plan, tensor, local)
+        return _on_device(rank_plan, tensor, local)
     local = _in_stored_memory(rank_plan, row, local_shard(rank_plan, name, tensor) if local is None else local)
     return _wrapped(local, _torch.spec(mesh, layout.placements(mesh), tuple(tensor.shape), local.dtype), tensor)
 
 
-def _moved(rank_plan: RankPlan, tensor: torch.Tensor, value: torch.Tensor | None) -> torch.Tensor:
+def _on_device(rank_plan: RankPlan, tensor: torch.Tensor, value: torch.Tensor | None) -> torch.Tensor:
     if value is None and tensor.device.type == rank_plan.device.type:
         return tensor
     return _marked(_torch.as_kind((tensor.detach() if value is None else value).to(rank_plan.device), tensor), tensor)

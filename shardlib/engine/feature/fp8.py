@@ -40,7 +40,7 @@ from torch.distributed.tensor import DTensor
 
 from shardlib._plan import Plan, Row, rows_by_name
 from shardlib.engine import _torch
-from shardlib.engine.model.regions import inside
+from shardlib.engine.model.choose_regions import inside
 from shardlib.errors import CheckpointError, PlanError, nearest, warn
 from shardlib.rules.patterns import compile_pattern
 

@@ -1,6 +1,6 @@
 """DTensor regions: conversion between plain tensors and DTensors at module inputs and outputs.
 
-`regions.py` finds the modules that are regions. A region converts
+`choose_regions.py` finds the modules that are regions. A region converts
 
     plain, the same on all model ranks  ->  DTensor, replicated      (its inputs)
     DTensor of any layout               ->  plain, full tensor       (its outputs)

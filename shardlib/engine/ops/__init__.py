@@ -35,7 +35,7 @@ from shardlib.engine.ops._foreach import UNSCALE, unscale
 from shardlib.engine.ops._gather import GatheredOp, ShardlibGatherWarning, record
 from shardlib.engine.ops._operands import is_fused_beside_others, redistributed
 from shardlib.engine.ops._rows import P, R, S, row, rule, ruled_ops
-from shardlib.engine.ops._stored import averaged, refuse_local_tensors, written_whole
+from shardlib.engine.ops._stored import mean_of_gradient, refuse_local_tensors, written_whole
 from shardlib.engine.ops.redistribute import assign_data, to_full_tensor
 from shardlib.engine.ranks.lost import naming_lost_ranks_in_operations
 
@@ -121,7 +121,7 @@ def _has_rules(mesh: DeviceMesh) -> bool:
 def _redistribute(original: Any, local: torch.Tensor, source: DTensorSpec, target: DTensorSpec, **options: Any) -> Any:
     """Redistribute correctly where PyTorch is wrong: fused splits on several axes, or axes in another order; and a
     gradient of this data rank's examples to shards of the mean over data ranks."""
-    if source.mesh in _STORED and backward_id() != -1 and (mean := averaged(local, source, target)) is not None:
+    if source.mesh in _STORED and backward_id() != -1 and (mean := mean_of_gradient(local, source, target)) is not None:
         return mean
     if _has_rules(source.mesh) and is_fused_beside_others(source, target.placements):
         return redistributed(local, source, target.placements)
@@ -147,7 +147,7 @@ def _install() -> Callable[[], None]:
     # DTensor calls custom handlers before its sharding cache, for any mesh: replaced handlers are called after it.
     handlers = move_handlers(_HANDLED)
 
-    def ours(original: Any, op: Op, args: Any, kwargs: Any, info: OpInfo, try_cache: bool) -> Any:
+    def propagate(original: Any, op: Op, args: Any, kwargs: Any, info: OpInfo, try_cache: bool) -> Any:
         mesh = info.compute_mesh
         if mesh in _STORED:
             if (result := written_whole(op, args, kwargs)) is not NotImplemented:
@@ -162,7 +162,7 @@ def _install() -> Callable[[], None]:
     stack = ExitStack()
     stack.callback(_forget)
     for undo in (
-        intercept_propagation(ours),
+        intercept_propagation(propagate),
         intercept_redistribution(_redistribute),
         intercept_data(_assign_data),
         intercept_reads(to_full_tensor),

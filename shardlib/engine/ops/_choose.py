@@ -188,15 +188,15 @@ def _nowhere_empty(size: int, ranks: int) -> bool:
 
 
 def _cost(row: Row, call: Call, fixed: frozenset[int]) -> tuple[float, int]:
-    total, moved = 0.0, 0
+    total, count = 0.0, 0
     for i, (now, want) in enumerate(zip(call.current, row.ins, strict=True)):
         if not isinstance(want, Placement) or now == want:
             continue
         if i in fixed:
             return (math.inf, 0)
         total += _move_cost(now, want, call.inputs[i], call.size, row.partition)
-        moved += 1
-    return (total, moved)
+        count += 1
+    return (total, count)
 
 
 def _move_cost(now: Placement, want: Placement, meta: Meta, size: int, partition: bool) -> float:

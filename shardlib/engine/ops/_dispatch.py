@@ -250,7 +250,7 @@ def _cacheable(operands: Operands, decision: _Decision) -> bool:
     strides, and treats a view of a redistributed operand as a view. Written operands must be DTensors of unchanged
     shape, and watched tensors are always handled by the policy.
     """
-    if decision.choice.compute is not None or _moved(operands, decision) or _guesses_order(operands):
+    if decision.choice.compute is not None or _redistributes(operands, decision) or _guesses_order(operands):
         return False
     if any(not isinstance(operands.tensors[i], DTensor) for i in operands.written):
         return False
@@ -259,7 +259,7 @@ def _cacheable(operands: Operands, decision: _Decision) -> bool:
     return not any(map(_alias.watched, operands.tensors))
 
 
-def _moved(operands: Operands, decision: _Decision) -> bool:
+def _redistributes(operands: Operands, decision: _Decision) -> bool:
     return any(spec.placements != want for spec, want in zip(operands.specs, decision.choice.inputs, strict=True))
 
 
@@ -341,7 +341,7 @@ def _carry_out(operands: Operands, decision: _Decision) -> Any:
         decision.in_order = is_view(op) or bool(operands.written) or _in_memory_order(result, decision.outputs)
     ordered = decision.in_order is False or choice.compute is not None or _guesses_order(operands)
     wrapped = _wrapped(result, decision.outputs, ordered=ordered)
-    return with_aliases(operands, wrapped, moved=_moved(operands, decision))
+    return with_aliases(operands, wrapped, redistributed=_redistributes(operands, decision))
 
 
 def _in_memory_order(result: Any, specs: Any) -> bool | None:

@@ -52,7 +52,7 @@ def foreach(operands: Operands) -> Any:
         outputs.append(_spec(operands, group, choice.outputs[0]))
     args, kwargs = operands.rebuilt(operands.local(wanted))
     result = operands.op(*args, **kwargs)
-    return with_aliases(operands, _wrapped(result, outputs), moved=False)
+    return with_aliases(operands, _wrapped(result, outputs), redistributed=False)
 
 
 def _groups(operands: Operands) -> list[list[int]]:

@@ -45,7 +45,7 @@ def _compute_replicated(operands: Operands, fulls: Sequence[torch.Tensor]) -> An
     wrapped = pytree.tree_map_only(torch.Tensor, lambda t: _wrap_replicated(t, operands), result)
     if operands.op is _PACK:
         wrapped = wrapped[0], result[1]
-    return with_aliases(operands, wrapped, moved=not operands.all_replicated)
+    return with_aliases(operands, wrapped, redistributed=not operands.all_replicated)
 
 
 _PACK = torch.ops.aten._pack_padded_sequence.default  # recurrent layers read its batch sizes by their address
@@ -134,10 +134,10 @@ _FILLS: set[Op] = {
 # --- what an op returns -------------------------------------------------------------------------------------------
 
 
-def with_aliases(operands: Operands, result: Any, *, moved: bool) -> Any:
+def with_aliases(operands: Operands, result: Any, *, redistributed: bool) -> Any:
     """Return the result with the aliases of the op's schema: written operands themselves, and views of their base.
 
-    `moved`: an operand was redistributed, so that views of it are copies.
+    `redistributed`: an operand was redistributed, so that views of it are copies.
     """
     op = operands.op
     written = [tensor for i in sorted(operands.written) if isinstance(tensor := operands.tensors[i], DTensor)]
@@ -153,8 +153,8 @@ def with_aliases(operands: Operands, result: Any, *, moved: bool) -> Any:
             results[output] = operands.tensors[operand]
         return tuple(results) if several else results[0]
     if is_view(op) and operands.viewed:
-        if moved or any(_alias.watched(operands.tensors[i]) for i in operands.viewed):
-            _alias.link_views(operands, result, copied=moved)
+        if redistributed or any(_alias.watched(operands.tensors[i]) for i in operands.viewed):
+            _alias.link_views(operands, result, copied=redistributed)
         args = operands.args
         if any(type(operands.tensors[i]) is not DTensor for i in operands.viewed):  # else torch refuses the classes
             args = pytree.tree_map_only(DTensor, lambda tensor: wrap(local_of(tensor), spec_of(tensor)), args)

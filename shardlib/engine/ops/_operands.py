@@ -185,14 +185,14 @@ def _redistributed(local: torch.Tensor, spec: DTensorSpec, want: Placements) -> 
     carrier = _CARRIERS.get(local.dtype, local.dtype)
     fused = is_fused_beside_others(spec, want)
     if fused and (axis := _innermost(spec, want)) is not None:
-        moved = _one_axis(local.to(carrier), spec, want, axis)
+        result = _one_axis(local.to(carrier), spec, want, axis)
     elif fused:
-        moved = _axis_by_axis(local.to(carrier), spec, want)
+        result = _axis_by_axis(local.to(carrier), spec, want)
     elif (axis := _exchanging(local, spec, want)) is not None:
-        moved = _exchanged(local.to(carrier), spec, want, axis)
+        result = _exchanged(local.to(carrier), spec, want, axis)
     else:
-        moved = redistribute_local(local.to(carrier), spec, DTensorSpec(spec.mesh, want, tensor_meta=spec.tensor_meta))
-    return in_order(moved.to(local.dtype), meta_of(spec).stride)
+        result = redistribute_local(local.to(carrier), spec, DTensorSpec(spec.mesh, want, tensor_meta=spec.tensor_meta))
+    return in_order(result.to(local.dtype), meta_of(spec).stride)
 
 
 def is_fused_beside_others(spec: DTensorSpec, want: Placements) -> bool:

@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
-from shardlib.engine._torch import moved, splits
+from shardlib.engine._torch import on_dim, splits
 from shardlib.engine.ops._operands import pieces_of
 from shardlib.engine.ops._rows import is_split
 
@@ -58,11 +58,11 @@ def products(x: Placement, weight: Placement, last: int) -> tuple[Product, ...]:
     [Partial(sum)]
     """
     replicated = Replicate()
-    by_rows, by_columns = Product(x, replicated, x), Product(replicated, weight, moved(weight, last))
+    by_rows, by_columns = Product(x, replicated, x), Product(replicated, weight, on_dim(weight, last))
     if x.is_replicate():
         return (by_columns,) if splits(weight, 0) else (by_rows,) if weight.is_replicate() else ()
     if splits(x, last):
-        if weight == moved(x, 1):
+        if weight == on_dim(x, 1):
             return (Product(x, weight, Partial()),)
         return (by_columns,) if splits(weight, 0) else ()
     if not is_split(x):

@@ -18,7 +18,7 @@ from shardlib.engine.ops.redistribute import to_full_tensor
 from shardlib.engine.ranks import agree
 from shardlib.errors import ShardingError
 
-__all__ = ["averaged", "refuse_local_tensors", "written_whole"]
+__all__ = ["mean_of_gradient", "refuse_local_tensors", "written_whole"]
 
 _aten = torch.ops.aten
 _SUMS = {_aten.add.Tensor, _aten.add_.Tensor, _aten.sub.Tensor, _aten.sub_.Tensor}
@@ -91,7 +91,7 @@ def _data_axes(mesh: DeviceMesh) -> list[str]:
     return [axis for axis in shape.data_axes if shape[axis] > 1]
 
 
-def averaged(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> torch.Tensor | None:
+def mean_of_gradient(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> torch.Tensor | None:
     """Return this rank's shard of the mean of a full gradient, of which each data rank has that of its own examples.
 
     So is the gradient of `weight.full_tensor()`. Returns None where no data axis splits a full tensor.

@@ -22,7 +22,7 @@ from shardlib._mesh import MeshShape, device_here, mesh
 from shardlib._plan import Plan, Row, expert_rows, rows_by_name
 from shardlib._plan.schedules import default_schedule, rank_of_stage, splits_backward
 from shardlib.engine import _torch
-from shardlib.engine.model.regions import inside
+from shardlib.engine.model.choose_regions import inside
 from shardlib.engine.undo import Undo
 from shardlib.errors import PlanError
 

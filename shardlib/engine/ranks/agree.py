@@ -292,17 +292,17 @@ def _number(value: int) -> torch.Tensor:
 
 def _all_gather(sent: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
     """Return the tensors of all ranks, of equal shapes, on the CPU, whichever device the back end sends from."""
-    moved = sent.to(_device_of(group))
-    every = [torch.empty_like(moved) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(every, moved, group=group)
+    on_device = sent.to(_device_of(group))
+    every = [torch.empty_like(on_device) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(every, on_device, group=group)
     return [tensor.cpu() for tensor in every]
 
 
 def _broadcast(sent: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
     """Return the first rank's tensor, as `_all_gather` does."""
-    moved = sent.to(_device_of(group))
-    dist.broadcast(moved, group=group, group_src=0)
-    return moved.cpu()
+    on_device = sent.to(_device_of(group))
+    dist.broadcast(on_device, group=group, group_src=0)
+    return on_device.cpu()
 
 
 def _device_of(group: dist.ProcessGroup | None) -> str:

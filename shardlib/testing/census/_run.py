@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardlib import layouts
 from shardlib._mesh import MeshShape
-from shardlib._plan import plan
+from shardlib._plan import make_plan
 from shardlib._plan.rows import Row
 from shardlib.engine import record_collectives, shard_model
 from shardlib.engine._torch import pytree
@@ -414,7 +414,7 @@ def _planned(result: Result, model: nn.Module, mesh: str) -> Result:
     proposed = any(issubclass(warning.category, layouts.SuggestedLayoutWarning) for warning in heard)
     own = ["tp_plan"] if has_tp_plan(model) else []
     file = next((name for name in layouts.available() if layouts.load(name) == rules), None)
-    made = plan(model, mesh, rules)
+    made = make_plan(model, mesh, rules)
     rows = [row for row in made.rows if row.kind == "parameter"]
     rows = [row for row in rows if _BLOCK.match(row.name)] or rows
     total = sum(_bytes(row) for row in rows)

@@ -362,8 +362,8 @@ def limits(case: Case, measured: Measured) -> dict[Key, float]:
     units = _units(measured.errors, measured, 0.0)
     limit = {key: max(measure.FLOAT64_LIMIT, min(measure.RATIO * unit, measure.CEILING)) for key, unit in units.items()}
     if any(limit[key] < error < measure.CEILING for key, error in measured.errors.items()):
-        measured.coarsest, moved = _moved_by_rounding(case)
-        beside = _beside({key: moved.get(key, 0.0) for key in limit}, units)
+        measured.coarsest, rounding = _errors_of_rounding(case)
+        beside = _beside({key: rounding.get(key, 0.0) for key in limit}, units)
         limit = {key: max(least, min(beside[key], measure.CEILING)) for key, least in limit.items()}
     return limit
 
@@ -374,8 +374,8 @@ def _low_precision(case: Case, measured: Measured) -> dict[Key, float]:
     units = _units(alone, measured, torch.finfo(case.dtype).eps)
     limit = _beside(alone, units)
     if any(measured.errors[key] > limit[key] for key in limit):
-        _, moved = _moved_by_rounding(case)
-        limit = _beside({key: max(error, moved.get(key, 0.0)) for key, error in alone.items()}, units)
+        _, rounding = _errors_of_rounding(case)
+        limit = _beside({key: max(error, rounding.get(key, 0.0)) for key, error in alone.items()}, units)
     return limit
 
 
@@ -401,7 +401,7 @@ def in_order(keys: Iterable[Key]) -> list[Key]:
     return sorted(keys, key=lambda key: (key[0], KINDS.index(key[1])))
 
 
-def _moved_by_rounding(case: Case) -> tuple[torch.dtype, dict[Key, float]]:
+def _errors_of_rounding(case: Case) -> tuple[torch.dtype, dict[Key, float]]:
     """Return the coarsest dtype that the model computes in, and how far each value moves on one device if every
     parameter moves by one unit of it, up or down: the farthest of a few draws.
 
@@ -415,23 +415,23 @@ def _moved_by_rounding(case: Case) -> tuple[torch.dtype, dict[Key, float]]:
     unit = torch.finfo(seen.dtype).eps
     draws = range(rank, measure.DRAWS, ranks)
     with Progress("measuring rounding", unit="passes", total=len(draws) * case.steps * case.accumulate) as progress:
-        mine = [_moved_by(case, unit, progress.advance, seed=case.seed + 1 + draw) for draw in draws]
+        mine = [_errors_of_a_draw(case, unit, progress.advance, seed=case.seed + 1 + draw) for draw in draws]
     farthest: dict[Key, float] = {}
-    for moved in itertools.chain(*(agree.exchange(mine) if ranks > 1 else [mine])):
-        for key, error in moved.items():
+    for errors in itertools.chain(*(agree.exchange(mine) if ranks > 1 else [mine])):
+        for key, error in errors.items():
             farthest[key] = max(error, farthest.get(key, 0.0))
     return seen.dtype, farthest
 
 
-def _moved_by(case: Case, unit: float, advance: Callable[[], None], *, seed: int) -> dict[Key, float]:
+def _errors_of_a_draw(case: Case, unit: float, advance: Callable[[], None], *, seed: int) -> dict[Key, float]:
     model = single_device(case)
-    moved = _torch.copied(model)
+    perturbed = _torch.copied(model)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for p in moved.parameters():
+        for p in perturbed.parameters():
             sign = torch.randint(0, 2, p.shape, generator=generator).to(p.dtype) * 2 - 1
             p.mul_(1 + sign * unit)
-    both = Twins(case, Run(case, model), Run(case, moved), None, parts.RankCoordinate(case.mesh, {}))
+    both = Twins(case, Run(case, model), Run(case, perturbed), None, parts.RankCoordinate(case.mesh, {}))
     (notes,) = _train([both], advance)
     means = {key: _relative(*mean) for key, mean in notes.means.items()}
     return notes.measured.errors | means

@@ -271,7 +271,7 @@ def _checked(batch: Any, index: int) -> Any:
 
 
 def cast(batch: Any, dtype: torch.dtype, device: torch.device | None = None) -> Any:
-    def moved(tensor: torch.Tensor) -> torch.Tensor:
+    def on_device(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(device, dtype if tensor.is_floating_point() else tensor.dtype)
 
-    return pytree.tree_map_only(torch.Tensor, moved, batch)
+    return pytree.tree_map_only(torch.Tensor, on_device, batch)

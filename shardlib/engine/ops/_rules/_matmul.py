@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from torch.distributed.tensor import Placement, Shard
 
-from shardlib.engine._torch import moved, schema_of
+from shardlib.engine._torch import on_dim, schema_of
 from shardlib.engine.ops._products import products
 from shardlib.engine.ops._rows import Call, Meta, P, R, Row, S, aten, is_split, row, rule
 from shardlib.engine.ops._rules._pointwise import aligned
@@ -40,7 +40,7 @@ def _rows_of_product(left: Placement, right: Placement) -> list[Row]:
 
 def _turned(matrix: Placement) -> Placement:
     """Return the placement of its transpose."""
-    return moved(matrix, 1 - matrix.dim) if is_split(matrix) else matrix
+    return on_dim(matrix, 1 - matrix.dim) if is_split(matrix) else matrix
 
 
 def _plainly(place: Placement) -> Placement:
