@@ -51,7 +51,7 @@ def make_plan(
         MeshError, PlanError: the mesh has an axis of unknown size; a transform did not return a plan.
 
     >>> import torch
-    >>> p = plan(torch.nn.Linear(4, 8), "dp=2,tp=2", {"weight": "out@tp in", "bias": "out@tp"})
+    >>> p = make_plan(torch.nn.Linear(4, 8), "dp=2,tp=2", {"weight": "out@tp in", "bias": "out@tp"})
     >>> p["weight"].local_shape(p.mesh), p.memory().parameters
     ((4, 4), 80)
     """
