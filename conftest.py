@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, Phase, settings
 
@@ -25,6 +26,12 @@ settings.register_profile("default", derandomize=True, max_examples=25, database
 settings.register_profile("mutate", settings.get_profile("default"), phases=[Phase.explicit, Phase.generate])
 settings.register_profile("deep", max_examples=300, print_blob=True, **_TIMELESS)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+@pytest.fixture(autouse=True)
+def _examples_know_torch(doctest_namespace: dict[str, Any]) -> None:
+    """Offer torch to the examples of modules that do not import it themselves."""
+    doctest_namespace |= {"torch": torch, "nn": torch.nn}
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 import lazy_loader
 
-from shardlib import _supported as _supported  # refuses an older torch before anything else is imported
+from shardlib import _supported  # refuses an older torch before anything else is imported
 
 __version__ = "0.1.0"
 _offered, _, __all__ = lazy_loader.attach_stub(__name__, __file__)
@@ -19,7 +19,7 @@ _offered, _, __all__ = lazy_loader.attach_stub(__name__, __file__)
 def __getattr__(name: str) -> Any:
     from shardlib._renamed import RENAMED, renamed
 
-    return renamed(__name__, name) if name in RENAMED else _offered(name)
+    return renamed(__name__, name) if name in RENAMED else _supported.offered(__name__, name, _offered)
 
 
 def __dir__() -> list[str]:

@@ -8,10 +8,8 @@ from . import (
     rules as rules,
     transforms as transforms,
 )
-from ._mesh import (
-    MeshShape as MeshShape,
-    mesh as mesh,
-)
+from ._mesh import mesh as mesh
+from ._mesh_shape import MeshShape as MeshShape
 from ._plan import Plan as Plan
 from .checkpoint import (
     Checkpoints as Checkpoints,

@@ -49,9 +49,9 @@ def is_terminal(stream: TextIO | None) -> bool:
 
 def is_first_rank() -> bool:
     """Return whether this is rank 0, or a process without ranks: the one that tells a person what all ranks know."""
-    import torch.distributed as dist
-
-    return (dist.get_rank() if dist.is_available() and dist.is_initialized() else int(os.environ.get("RANK", "0"))) == 0
+    dist = sys.modules.get("torch.distributed")
+    joined = dist is not None and dist.is_available() and dist.is_initialized()
+    return (dist.get_rank() if dist is not None and joined else int(os.environ.get("RANK", "0"))) == 0
 
 
 def erase_bar() -> None:

@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch import nn
 
 from shardlib import engine as torch_engine
-from shardlib._mesh import MeshShape
 from shardlib._mesh import mesh as torch_mesh
+from shardlib._mesh_shape import MeshShape
 from shardlib._plan import Plan, RulesLike, Transform
 from shardlib.engine._torch import pytree
 from shardlib.errors import InputError, PlanError

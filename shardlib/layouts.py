@@ -8,18 +8,19 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
-
-from torch import nn
+from typing import TYPE_CHECKING
 
 from shardlib._log import is_first_rank, log
-from shardlib._mesh import MeshShape
+from shardlib._mesh_shape import MeshShape
 from shardlib.errors import RuleError, nearest, warn
 from shardlib.rules import Rules, register_tensor_mode
 from shardlib.rules._adapters import has_adapters, without_adapters
 from shardlib.rules._model import ModelIndex
 from shardlib.rules._resolve import Resolver
-from shardlib.rules.foreign import has_tp_plan
 from shardlib.rules.suggest import complete, suggest
+
+if TYPE_CHECKING:
+    from torch import nn
 
 __all__ = ["SuggestedLayoutWarning", "available", "for_model", "load"]
 
@@ -89,6 +90,8 @@ def for_model(model: nn.Module, mode: str | None = None) -> Rules:
     if (fitting := _file_that_fits(model)) is not None:
         log.info('rules of layout file "%s" for %s, whose modules they fit', fitting, type(model).__qualname__)
         return load(fitting, mode)
+    from shardlib.rules.foreign import has_tp_plan  # it imports torch
+
     if has_tp_plan(model):
         return _in_mode(_completed_plan(model), mode)
     if has_adapters(model):

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
-from shardlib._mesh import MeshShape
+from shardlib._mesh_shape import MeshShape
 from shardlib._plan.movements import Movement
 from shardlib._plan.step import Step
 from shardlib._plan.units import join_small

@@ -6,6 +6,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator
 
+from shardlib._dtypes import name_of
 from shardlib._plan.fold import fold
 from shardlib._plan.memory import Memory
 from shardlib._plan.readable import human_bytes
@@ -75,7 +76,7 @@ def _field_changes(old: Row, new: Row) -> Iterator[str]:
     fields: dict[str, Callable[[Row], str]] = {
         "kind": lambda row: row.kind,
         "global shape": lambda row: sizes_text(row.global_shape),
-        "dtype": lambda row: str(row.dtype).removeprefix("torch."),
+        "dtype": lambda row: name_of(row.dtype),
         "trained": lambda row: "yes" if row.requires_grad else "no",
         "in state dict": lambda row: "yes" if row.persistent else "no",
         "names": lambda row: ", ".join(row.tied),

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
-from torch import nn
-
-from shardlib._mesh import MeshShape
+from shardlib._mesh_shape import MeshShape
 from shardlib._plan.rows import Row
 from shardlib.errors import PlanError
 from shardlib.layout import Dim
 from shardlib.rules import Border
 from shardlib.rules._adapters import adapts_parameters
+
+if TYPE_CHECKING:
+    from torch import nn
 
 __all__ = ["check_experts", "expert_notes", "expert_rows"]
 

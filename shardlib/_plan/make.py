@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from shardlib import layouts
-from shardlib._mesh import MeshLike, MeshShape
+from shardlib._mesh_shape import MeshLike, MeshShape
 from shardlib._plan.experts import check_experts, expert_notes
 from shardlib._plan.memory import Blocks
 from shardlib._plan.rows import Row
@@ -17,7 +15,12 @@ from shardlib._plan.units import find_repeated, find_units, unit_of
 from shardlib._plan.value import Plan
 from shardlib.errors import PlanError
 from shardlib.rules import Rules, Stage, TensorLayout
+from shardlib.rules._model import is_layer
+from shardlib.rules._tree_node import TreeNode
 from shardlib.rules.stages import Weigh, read_stages, resolve_stages
+
+if TYPE_CHECKING:
+    from torch import nn
 
 __all__ = ["RulesLike", "Transform", "as_rules", "make_plan", "say_absent_axes", "transformed"]
 
@@ -26,7 +29,7 @@ Transform = Callable[[Plan], Plan]
 
 
 def make_plan(
-    model: nn.Module,
+    model: Any,
     mesh: MeshLike,
     rules: RulesLike | None = None,
     *,
@@ -55,7 +58,7 @@ def make_plan(
     >>> p["weight"].local_shape(p.mesh), p.memory().parameters
     ((4, 4), 80)
     """
-    if not isinstance(model, nn.Module):
+    if isinstance(model, type) or not hasattr(model, "named_modules"):
         raise PlanError(f"A model was given as {type(model).__name__}; give a torch.nn.Module, on any device or meta.")
     shape = _known_sizes(MeshShape.of(mesh))
     rule_set = layouts.for_model(model) if rules is None else as_rules(rules)
@@ -64,7 +67,8 @@ def make_plan(
     stages = _find_stages(rule_set, model, shape, weigh)
     known, gathered = frozenset(units), frozenset(shape.data_axes).difference(shape.expert_axes)
     rows = tuple(_row(tensor, gathered, known) for tensor in resolution.tensors.values())
-    check_experts(model, rows, resolution.borders.values(), shape)
+    if not isinstance(model, TreeNode):  # of a tree of JAX, experts are a dim like any other
+        check_experts(model, rows, resolution.borders.values(), shape)
     made = Plan(
         mesh=shape,
         rows=rows,
@@ -131,7 +135,7 @@ def _find_stages(rules: Rules, model: nn.Module, mesh: MeshShape, weigh: Weigh |
 
 def _find_blocks(model: nn.Module) -> Blocks | None:
     """Return the `ModuleList` with most parameters, if there is one with at least two blocks."""
-    lists = {name: m for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) > 1}
+    lists = {name: m for name, m in model.named_modules() if is_layer(m, "ModuleList") and len(m) > 1}
     if not lists:
         return None
     prefix, module = max(lists.items(), key=lambda item: sum(p.numel() for p in item[1].parameters()))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from shardlib._mesh import MeshShape
+from shardlib._mesh_shape import MeshShape
 from shardlib._plan.buckets import workspace_bytes
 from shardlib._plan.movements import movements_of
 from shardlib._plan.rows import Phase, Row

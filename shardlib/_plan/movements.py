@@ -17,11 +17,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
-import torch
-
-from shardlib._mesh import MeshShape
+from shardlib._dtypes import keeps_dtype_names
+from shardlib._mesh_shape import MeshShape
 from shardlib._plan.readable import aligned, human_bytes
 from shardlib._plan.rows import Row
 from shardlib._plan.schedules import splits_backward
@@ -29,6 +28,9 @@ from shardlib._plan.step import Step
 from shardlib._plan.units import unit_of
 from shardlib.errors import LayoutError
 from shardlib.layout import Collective, Layout, cost, shard_spec, transition
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = [
     "Movement",
@@ -70,6 +72,7 @@ Event: TypeAlias = Literal["step begins", "forward", "backward", "gradient", "pa
 backward has computed its gradient, "pass ends" the end of a backward pass, "optimizer" the update of the tensor."""
 
 
+@keeps_dtype_names
 @dataclass(frozen=True)
 class Movement:
     """One tensor redistributed from one phase of the plan to another.

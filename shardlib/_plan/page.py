@@ -9,7 +9,7 @@ from html import escape
 from os import PathLike
 from pathlib import Path
 
-from shardlib._mesh import MeshShape
+from shardlib._mesh_shape import MeshShape
 from shardlib._plan import pictures, text
 from shardlib._plan.fold import Folded
 from shardlib._plan.readable import human_bytes

@@ -6,13 +6,15 @@ import dataclasses
 import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-
-from shardlib._mesh import MeshShape
+from shardlib._dtypes import keeps_dtype_names
+from shardlib._mesh_shape import MeshShape
 from shardlib.errors import PlanError
 from shardlib.layout import Layout
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["PHASES", "Phase", "Row", "rows_by_name"]
 
@@ -20,6 +22,7 @@ Phase = Literal["stored", "compute", "grad", "state"]
 PHASES: tuple[Phase, ...] = ("stored", "compute", "grad", "state")
 
 
+@keeps_dtype_names
 @dataclass(frozen=True)
 class Row:
     """A parameter or buffer of a model, with its layout in each phase.

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from shardlib._mesh import MeshShape
+from shardlib._dtypes import NAMES, name_of
+from shardlib._mesh_shape import MeshShape
 from shardlib._plan.memory import Blocks
 from shardlib._plan.report import DryRun, Gathered, Recorded, StageRun
 from shardlib._plan.rows import PHASES, Row
@@ -17,6 +16,9 @@ from shardlib._plan.table import PlanTable
 from shardlib.errors import PlanError
 from shardlib.layout import Layout
 from shardlib.rules import Border, Stage
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["VERSION", "as_data", "dump", "lines", "load"]
 
@@ -188,14 +190,13 @@ def _report(data: dict[str, Any]) -> DryRun:
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    return name_of(dtype)
 
 
-def _dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise PlanError(f'"{name}" is not a dtype of this torch; give a name such as "float32" or "bfloat16".')
-    return dtype
+def _dtype(name: str) -> Any:
+    if name not in NAMES:
+        raise PlanError(f'"{name}" is not a dtype; give a name such as "float32" or "bfloat16".')
+    return name
 
 
 def _lines(data: dict[str, Any]) -> str:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
+from shardlib._dtypes import keeps_dtype_names
 from shardlib.errors import PlanError
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["LossScale", "Step"]
 
@@ -40,6 +42,7 @@ class LossScale:
             )
 
 
+@keeps_dtype_names
 @dataclass(frozen=True)
 class Step:
     """The settings of a training step.

@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import get_args
 
-from shardlib._mesh import MeshShape
+from shardlib._mesh_shape import MeshShape
 from shardlib._plan.memory import Blocks, Memory, largest_rank, of_ranks
 from shardlib._plan.movements import (
     Movement,

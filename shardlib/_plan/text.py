@@ -7,14 +7,9 @@ import shutil
 import sys
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
-from rich import box
-from rich.console import Console, Group, RenderableType
-from rich.table import Table
-from rich.text import Text
-
-from shardlib._mesh import MeshShape
+from shardlib._mesh_shape import MeshShape
 from shardlib._plan import pictures
 from shardlib._plan.fold import Folded
 from shardlib._plan.fold import fold as fold_items
@@ -27,6 +22,11 @@ from shardlib._plan.table import PlanTable
 from shardlib.errors import printable
 from shardlib.layout import Layout
 from shardlib.rules import Border
+
+if TYPE_CHECKING:
+    from rich.console import Group, RenderableType
+    from rich.table import Table
+    from rich.text import Text
 
 __all__ = [
     "NUMBERS",
@@ -59,6 +59,8 @@ _UNFOLDED_WIDTH = 100_000  # wider than any line: away from a terminal nothing i
 
 def render(plan: PlanTable, *, fold: bool = True) -> Group:
     """Return the plan as a rich renderable."""
+    from rich.console import Group
+
     parts: list[RenderableType] = [_text(headline(plan), style="bold"), _text(memory_line(plan))]
     parts += [_text(note) for note in plan.notes]
     if plan.stages:
@@ -74,11 +76,15 @@ def render(plan: PlanTable, *, fold: bool = True) -> Group:
 
 def _text(line: str, style: str = "") -> Text:
     """Return a line as it is: what a user wrote is not markup, nor a command to a terminal."""
+    from rich.text import Text
+
     return Text(printable(line), style=style)
 
 
 def plain(plan: PlanTable, *, fold: bool = True) -> str:
     """Format the table without colours; as wide as the terminal, or unwrapped where there is none."""
+    from rich.console import Console
+
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else _UNFOLDED_WIDTH
     console = Console(width=width, color_system=None, force_terminal=False, force_jupyter=False, legacy_windows=False)
     with console.capture() as captured:
@@ -327,6 +333,9 @@ def _numel(row: Row) -> int:
 
 
 def _rich(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    from rich import box
+    from rich.table import Table
+
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in columns:
         table.add_column(column, justify="right" if column in NUMBERS else "left", overflow="fold")

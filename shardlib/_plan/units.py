@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Mapping
+from typing import TYPE_CHECKING
 
-from torch import nn
+from shardlib.rules._model import is_layer
+
+if TYPE_CHECKING:
+    from torch import nn
 
 __all__ = ["find_repeated", "find_units", "join_small", "unit_of"]
 
@@ -19,7 +23,7 @@ def find_repeated(model: nn.Module) -> tuple[str, ...]:
     """
     found: dict[str, None] = {}
     for name, module in model.named_modules():
-        blocks = _blocks(module) if isinstance(module, nn.ModuleList) else []
+        blocks = _blocks(module) if is_layer(module, "ModuleList") else []
         if len(blocks) > 1 and unit_of([name], found) == "":
             found |= dict.fromkeys(f"{name}.{index}".lstrip(".") for index in blocks)
     return tuple(found)
@@ -95,7 +99,7 @@ def _is_owner(name: str, module: nn.Module, names: Mapping[int, list[str]]) -> b
     own = list(module.parameters(recurse=False))
     alone = any(len(names[id(param)]) == 1 for param in own)
     forward = getattr(module, "forward", None)  # of the object: a class of TorchScript has none
-    called = forward is not None and getattr(forward, "__func__", None) is not nn.Module.forward
+    called = forward is not None and getattr(forward, "__name__", None) != "_forward_unimplemented"
     return name != "" and called and alone and len(own) == len(list(module.parameters()))
 
 

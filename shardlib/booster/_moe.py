@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from shardlib._mesh import MeshShape
+from shardlib._mesh_shape import MeshShape
 from shardlib._plan import Plan, expert_rows
 from shardlib.booster._options import met, recipe, refused
 from shardlib.booster._plugins import OVERLAPS, HybridParallelPlugin

@@ -14,7 +14,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardlib import layouts
-from shardlib._mesh import MeshShape, default_device_type, mesh
+from shardlib._mesh import default_device_type, mesh
+from shardlib._mesh_shape import MeshShape
 from shardlib._plan import as_rules
 from shardlib.booster._data import DataLoader, prepared
 from shardlib.booster._options import NotThere, Options, keyword, met, recipe, refused

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardlib._mesh import MeshShape
+from shardlib._mesh_shape import MeshShape
 
 __all__ = ["PipelineStageManager"]
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shardlib._mesh import MeshShape
+from shardlib._mesh_shape import MeshShape
 from shardlib.layout import Layout
 
 __all__ = ["Box", "Part", "full_box", "parts", "tiles"]

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardlib._mesh import MeshShape
+from shardlib._mesh_shape import MeshShape
 from shardlib.checkpoint._boxes import Part, parts
 from shardlib.engine import _torch
 from shardlib.errors import CheckpointError, LayoutError, MeshError

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardlib._mesh import MeshShape
+from shardlib._mesh_shape import MeshShape
 from shardlib._progress import Progress
 from shardlib.checkpoint import _paths, _random
 from shardlib.checkpoint._boxes import Box, full_box

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from shardlib._mesh import MeshShape
+from shardlib._mesh_shape import MeshShape
 from shardlib.checkpoint._boxes import Box, Part, full_box, parts
 from shardlib.checkpoint._items import Item, RankMesh
 from shardlib.checkpoint._peers import Peers

@@ -43,7 +43,7 @@ def census(options: argparse.Namespace) -> int:
         from shardlib.testing import census
     except ImportError as error:
         raise UsageError(f"`shardlib census` needs {error.name}: pip install 'shardlib[testing]'.") from error
-    from shardlib._mesh import MeshShape
+    from shardlib._mesh_shape import MeshShape
 
     meshes = [str(MeshShape.of(mesh)) for mesh in options.mesh or census.MESHES]
     results = census.run(

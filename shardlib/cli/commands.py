@@ -14,7 +14,7 @@ from rich.console import Console
 from torch import nn
 
 from shardlib import layouts, rules
-from shardlib._mesh import MeshShape
+from shardlib._mesh_shape import MeshShape
 from shardlib._plan import Plan
 from shardlib._plan.text import plain
 from shardlib.cli import environment, inputs, on_jax

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardlib._mesh import MeshShape
+from shardlib._mesh_shape import MeshShape
 from shardlib.cli.usage import UsageError
 from shardlib.engine._torch import pytree
 from shardlib.errors import nearest

@@ -20,8 +20,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import RandomSampler
 
-from shardlib._mesh import MeshLike, MeshShape, default_device_type, join_torchrun
+from shardlib._mesh import default_device_type, join_torchrun
 from shardlib._mesh import mesh as make_mesh
+from shardlib._mesh_shape import MeshLike, MeshShape
 from shardlib._plan import Plan
 from shardlib.checkpoint import load, save
 from shardlib.engine import clip_grad_norm_, clip_grad_value_, full_state_dict, no_sync, shard_model

@@ -24,8 +24,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
-from shardlib._mesh import MeshLike, MeshShape, join_torchrun
+from shardlib._mesh import join_torchrun
 from shardlib._mesh import mesh as make_mesh
+from shardlib._mesh_shape import MeshLike, MeshShape
 from shardlib.booster import LazyInitContext
 from shardlib.engine import OptimizerWrapper, full_state_dict, get_plan, no_sync, shard_model
 from shardlib.engine.apply import is_sharded

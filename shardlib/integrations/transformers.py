@@ -14,7 +14,7 @@ from transformers.integrations import INTEGRATION_TO_CALLBACK
 from transformers.trainer_utils import seed_worker
 from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME, is_peft_available
 
-from shardlib._mesh import MeshLike
+from shardlib._mesh_shape import MeshLike
 from shardlib.checkpoint import load, save
 from shardlib.engine import full_state_dict
 from shardlib.errors import CheckpointError, PlanError

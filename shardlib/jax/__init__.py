@@ -1,5 +1,7 @@
 """The JAX engine: the same module, rules and plan, run by XLA's partitioner.
 
+Names are imported at their first use: rules on trees of arrays (`shardlib.jax.rules`) need no torch.
+
 `torch.export` gives the graph of a module, a table of small lowerings interprets it on JAX arrays, the plan says how
 parameters are sharded. Needs the extra `shardlib[jax]`; `import shardlib` alone never imports JAX.
 
@@ -10,36 +12,17 @@ parameters are sharded. Needs the extra `shardlib[jax]`; `import shardlib` alone
 
 from __future__ import annotations
 
+from typing import Any
+
+from shardlib._supported import offered
 from shardlib.jax._require import require_jax
 
 require_jax()
 
-from shardlib.jax._check import LayoutReport, check_layouts  # noqa: E402
-from shardlib.jax._compile import Compiled, compile_model  # noqa: E402
-from shardlib.jax._exchange import shares_memory, to_jax, to_torch  # noqa: E402
-from shardlib.jax._load import load  # noqa: E402
-from shardlib.jax._mesh import from_named_sharding, make_mesh, named_sharding  # noqa: E402
-from shardlib.jax._module import JaxModule  # noqa: E402
-from shardlib.jax._table import Lowering, known_ops, lowering  # noqa: E402
-from shardlib.jax._trees import shard_params  # noqa: E402
-from shardlib.jax._typer import Finding  # noqa: E402
+import lazy_loader  # noqa: E402
 
-__all__ = [
-    "Compiled",
-    "Finding",
-    "JaxModule",
-    "LayoutReport",
-    "Lowering",
-    "check_layouts",
-    "compile_model",
-    "from_named_sharding",
-    "known_ops",
-    "load",
-    "lowering",
-    "make_mesh",
-    "named_sharding",
-    "shard_params",
-    "shares_memory",
-    "to_jax",
-    "to_torch",
-]
+_offered, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+
+
+def __getattr__(name: str) -> Any:
+    return offered(__name__, name, _offered)

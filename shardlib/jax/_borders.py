@@ -17,7 +17,7 @@ import torch
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardlib._mesh import MeshShape
+from shardlib._mesh_shape import MeshShape
 from shardlib.errors import InputError, LayoutError
 from shardlib.jax._export import Graph, module_path
 from shardlib.jax._fused import Fused

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from torch import nn
 
 from shardlib import _plan
-from shardlib._mesh import MeshLike, MeshShape
+from shardlib._mesh_shape import MeshLike, MeshShape
 from shardlib._plan import Plan, RulesLike, Transform
 from shardlib.engine import _torch
 from shardlib.engine._torch import pytree

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from shardlib._mesh import MeshShape
+from shardlib._mesh_shape import MeshShape
 from shardlib.errors import InputError, MeshError
 from shardlib.jax._bits import to_numpy
 from shardlib.jax._dtypes import as_dtype, exact_dtype

@@ -24,7 +24,7 @@ from shardlib.jax._bits import to_numpy
 from shardlib.jax._compile import Compiled
 from shardlib.jax._dtypes import torch_dtype
 from shardlib.jax._storage import Storage, by_pieces
-from shardlib.jax._trees import path_name
+from shardlib.rules.trees import name_of_path
 
 __all__ = ["load"]
 
@@ -130,7 +130,7 @@ def _of_storage(stored: Storage, names: Sequence[str]) -> _Target:
 
 def _tree(into: Any) -> tuple[dict[str, _Target], Any, Callable[[Any], Any]]:
     leaves, structure = jax.tree_util.tree_flatten_with_path(into)
-    targets = {path_name(path): _of_leaf(path_name(path), leaf) for path, leaf in leaves}
+    targets = {name_of_path(path): _of_leaf(name_of_path(path), leaf) for path, leaf in leaves}
     if len(targets) != len(leaves):
         raise InputError("Two paths of the tree make the same name; rename keys that hold dots.")
 

@@ -13,7 +13,7 @@ from torch import nn
 from shardlib.engine._torch import pytree
 from shardlib.errors import InputError
 from shardlib.jax._exchange import to_jax, to_torch
-from shardlib.jax._trees import path_name
+from shardlib.rules.trees import name_of_path
 
 __all__ = ["JaxModule"]
 
@@ -41,7 +41,7 @@ class JaxModule(nn.Module):
     def __init__(self, function: Callable[..., Any], params: Mapping[str, Any]) -> None:
         super().__init__()
         leaves, self._structure = jax.tree_util.tree_flatten_with_path(params)
-        self._names = [path_name(path) for path, _ in leaves]
+        self._names = [name_of_path(path) for path, _ in leaves]
         for name, (_, leaf) in zip(self._names, leaves, strict=True):
             _register(self, name, leaf)
         self._forward = jax.jit(function)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardlib._mesh import MeshShape
+from shardlib._mesh_shape import MeshShape
 
 __all__ = ["KEEPS_A_PARAMETER", "Conflict", "Operand", "Ruling", "Spec", "has_rule", "moves", "ruled"]
 

@@ -21,7 +21,7 @@ import torch
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardlib._mesh import MeshShape
+from shardlib._mesh_shape import MeshShape
 from shardlib._plan import Phase, Row
 from shardlib.errors import InputError, PlanError
 from shardlib.jax._bits import to_numpy, to_tensor

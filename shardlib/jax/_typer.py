@@ -18,7 +18,7 @@ import jax
 from jax.extend.core import Literal
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from shardlib._mesh import MeshShape
+from shardlib._mesh_shape import MeshShape
 from shardlib.jax import _sharding_rules as rules
 from shardlib.jax._sharding_rules import Conflict, Operand, Ruling, Spec
 

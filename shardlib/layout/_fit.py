@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import combinations
 from typing import Any, TypeAlias
 
-from shardlib._mesh import MeshShape
+from shardlib._mesh_shape import MeshShape
 from shardlib.errors import nearest
 from shardlib.layout._dims import Dim, Dims, Factor, plain, spell
 

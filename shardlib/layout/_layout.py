@@ -9,22 +9,23 @@ from functools import cache, cached_property, lru_cache
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch.distributed.tensor import Placement
-
-from shardlib._mesh import MeshLike, MeshShape
+from shardlib._dtypes import keeps_dtype_names
+from shardlib._mesh_shape import MeshLike, MeshShape
 from shardlib.errors import LayoutError
-from shardlib.layout import _fit, _picture, _placements, _spec, _text
+from shardlib.layout import _fit, _picture, _spec, _text
 from shardlib.layout._dims import Dim, Dims, axes_of_dims, plain
-from shardlib.layout._local import Slices, dim_slices, intervals, put_shard, replica_id
+from shardlib.layout._local import Slices, dim_slices, intervals, joined, put_shard, replica_id
 from shardlib.layout._text import Memory, Parts
 
 if TYPE_CHECKING:
+    import torch
     from jax.sharding import PartitionSpec
+    from torch.distributed.tensor import Placement
 
 __all__ = ["Layout"]
 
 
+@keeps_dtype_names
 @dataclass(frozen=True, repr=False)
 class Layout:
     """The layout of one tensor on a mesh: the axes that shard each dim, outermost first, and the axes over which its
@@ -107,17 +108,21 @@ class Layout:
         """The text form with every known factor size, so that `Layout.parse(layout.text) == layout`."""
         return _text_of(self)
 
+    @property
+    def _dtype_name(self) -> str | None:
+        return vars(self)["dtype"]  # type: ignore[no-any-return]
+
     def __hash__(self) -> int:
         return self._hash
 
     @cached_property
     def _hash(self) -> int:
         """The hash of the fields. Kept: a layout is looked up several times for each tensor of a model."""
-        return hash((self.dims, self.partials, self.dtype, self.memory))
+        return hash((self.dims, self.partials, self._dtype_name, self.memory))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the fields alone: another process hashes text otherwise."""
-        return Layout, (self.dims, self.partials, self.dtype, self.memory)
+        return Layout, (self.dims, self.partials, self._dtype_name, self.memory)
 
     def __str__(self) -> str:
         return _text.write(self._parts, sizes=False)
@@ -267,6 +272,8 @@ class Layout:
         Layout("(3 qkv=8@tp)")
         """
         shape = MeshShape.of(mesh)
+        from shardlib.layout import _placements  # it imports torch
+
         names = _dim_names(ndim, global_shape, dim_names)
         context = f'Placements {tuple(placements)} on mesh "{shape}" for a tensor of {len(names)} dims'
         _raise_first(context, _placements.problems(placements, shape, len(names)))
@@ -389,7 +396,7 @@ class Layout:
         """
         for dim, slices in enumerate(self.local_slices(tensor.shape, mesh, coordinate)):
             parts = [tensor.narrow(dim, part.start, part.stop - part.start) for part in slices]
-            tensor = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+            tensor = parts[0] if len(parts) == 1 else joined(parts, dim)
         return tensor
 
     def put(self, shards: Sequence[torch.Tensor], global_shape: Sequence[int], mesh: MeshLike) -> torch.Tensor:
@@ -476,7 +483,7 @@ class Layout:
 
     @property
     def _parts(self) -> Parts:
-        return Parts(self.dims, self.partials, self.dtype, self.memory)
+        return Parts(self.dims, self.partials, self._dtype_name, self.memory)
 
 
 @lru_cache(maxsize=65536)
@@ -544,6 +551,8 @@ def _placements_on(layout: Layout, mesh: MeshShape) -> tuple[Placement, ...]:
     if layout.ndim is None:
         raise LayoutError(f'{context}: "..." leaves the number of dims open. Pass ndim=, or call with_ndim first.')
     _raise_first(context, _fit.mesh_problems(layout.dims, mesh))
+    from shardlib.layout import _placements  # it imports torch
+
     return _placements.placements_of(layout.dims, layout.partial, mesh)
 
 

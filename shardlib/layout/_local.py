@@ -12,17 +12,18 @@ DTensor agrees, wherever DTensor agrees with itself. On uneven dims whose axes c
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import product
-from typing import TypeAlias, TypeVar
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
-import torch
-
-from shardlib._mesh import MeshShape
+from shardlib._mesh_shape import MeshShape
 from shardlib.layout._dims import Dim
 
-__all__ = ["Slices", "dim_slices", "intervals", "put_shard", "replica_id", "runs"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Slices", "dim_slices", "intervals", "joined", "put_shard", "replica_id", "runs"]
 
 Slices: TypeAlias = tuple[slice, ...]
 _Range: TypeAlias = tuple[int, int]
@@ -56,6 +57,13 @@ def dim_slices(dim: Dim, size: int, mesh: MeshShape, coordinate: Mapping[str, in
     ranges = intervals(dim, size, mesh, coordinate)
     sizes = tuple(size if factor.size is None else factor.size for factor in dim.factors)
     return _product(ranges, sizes)
+
+
+def joined(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+    """Return tensors one after another along a dim."""
+    import torch
+
+    return torch.cat(list(parts), dim)
 
 
 def put_shard(full: torch.Tensor, slices: tuple[Slices, ...], shard: torch.Tensor) -> None:

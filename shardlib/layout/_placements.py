@@ -9,7 +9,7 @@ from typing import TypeAlias
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from shardlib._mesh import MeshShape
+from shardlib._mesh_shape import MeshShape
 from shardlib.layout._dims import Dim, Dims, Factor
 from shardlib.layout._fit import Problem
 

@@ -7,13 +7,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate, product
+from typing import TYPE_CHECKING
 
-import torch
-
-from shardlib._mesh import MeshShape
+from shardlib._mesh_shape import MeshShape
 from shardlib.errors import LayoutError
 from shardlib.layout._layout import Layout
-from shardlib.layout._local import Slices, runs
+from shardlib.layout._local import Slices, joined, runs
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["ShardSpec", "shard_spec"]
 
@@ -71,7 +73,7 @@ class ShardSpec:
     def take(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
         """Return a rank's part: a view where it is one slice, else a copy."""
         parts = [tensor.narrow(self.dim, part.start, part.stop - part.start) for part in self.parts[rank]]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
+        return parts[0] if len(parts) == 1 else joined(parts, self.dim)
 
     def places(self, tensor: torch.Tensor, rank: int) -> Iterator[tuple[torch.Tensor, slice]]:
         """Iterate over the views of `tensor` that a rank's part fills, each with its slice of that part along `dim`."""

@@ -15,10 +15,10 @@ from collections.abc import Iterator, Mapping
 from itertools import groupby
 from typing import Any, Literal, NamedTuple, NoReturn, TypeAlias
 
-import torch
 from einops import EinopsError
 from einops.parsing import ParsedExpression
 
+from shardlib._dtypes import NAMES
 from shardlib.errors import LayoutError, nearest
 from shardlib.layout._dims import Dim, Dims, Factor, spell
 
@@ -30,7 +30,6 @@ REDUCTIONS = ("sum", "avg", "max", "min", "product", "band", "bor", "bxor")
 _FACTOR = re.compile(r"([^\s()@=?]+)(?:=(\d+))?(?:@([^\s()@=?]+|\([^()@=?]*\)))?(\?)?")
 _HOLLOW = re.compile(r"\((?:[^()]*\s)?0*1(?:\s[^()]*)?\)|\(\s*\)")
 _PARTIAL = re.compile(r"\s*(\w+)@(\w+|\([^()]*\))\s*")
-_DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
 _GRAMMAR = (
     'Write one word per dim, as in "vocab@tp embed": name@axis or name@(outer,inner) shards a dim, (a b@axis c) is a '
     'fused dim, "..." stands for any leading dims.'
@@ -42,7 +41,7 @@ class Parts(NamedTuple):
 
     dims: Dims
     partials: tuple[tuple[str, str], ...]
-    dtype: torch.dtype | None
+    dtype: Any  # its name, or None
     memory: Memory
 
 
@@ -64,7 +63,7 @@ def write(parts: Parts, *, sizes: bool) -> str:
     words = [" ".join(_write_dim(dim, sizes) for dim in parts.dims)]
     by_op = groupby(sorted(parts.partials, key=lambda pair: (pair[1], pair[0])), key=lambda pair: pair[1])
     words += [f"+ {op}@{spell(tuple(axis for axis, _ in pairs))}" for op, pairs in by_op]
-    phase = [str(parts.dtype).removeprefix("torch.")] if parts.dtype else []
+    phase = [parts.dtype] if parts.dtype else []
     phase += ["host"] if parts.memory == "host" else []
     words += [f": {' '.join(phase)}"] if phase else []
     return " ".join(word for word in words if word)
@@ -151,17 +150,17 @@ def _read_partial(text: str, term: str) -> list[tuple[str, str]]:
     return [(axis, op) for axis in _read_axes(text, axes)]
 
 
-def _read_phase(text: str, phase: str) -> tuple[torch.dtype | None, Memory]:
-    dtype: torch.dtype | None = None
+def _read_phase(text: str, phase: str) -> tuple[str | None, Memory]:
+    dtype: str | None = None
     memory: Memory = "device"
     for word in phase.split():
         if word in ("device", "host"):
             memory = "host" if word == "host" else "device"
-        elif word in _DTYPES:
-            dtype = _DTYPES[word]
+        elif word in NAMES:
+            dtype = word
         else:
-            hint = nearest(word, ["device", "host", *_DTYPES])
-            _refuse(text, f'"{word}" is not a dtype', f'After ":" give a torch dtype, "device" or "host".{hint}')
+            hint = nearest(word, ["device", "host", *NAMES])
+            _refuse(text, f'"{word}" is not a dtype', f'After ":" give a dtype, "device" or "host".{hint}')
     return dtype, memory
 
 

@@ -16,14 +16,17 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 from itertools import product
-from typing import Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
-import torch
+import numpy as np
 
-from shardlib._mesh import MeshLike, MeshShape
+from shardlib._mesh_shape import MeshLike, MeshShape
 from shardlib.layout._dims import Dim, Factor
 from shardlib.layout._layout import Layout
 from shardlib.layout._local import Slices, dim_slices
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["Collective", "Kind", "cost", "transition"]
 
@@ -243,12 +246,12 @@ class _Space:
     def overlap(self, here: _Positions, there: _Positions) -> Fraction:
         """Return the number of elements that a rank holds under both, averaged over ranks."""
         axes = sorted({*here, *there})
-        shared = torch.ones([self.mesh[axis] for axis in axes], dtype=torch.int64)
+        shared = np.ones([self.mesh[axis] for axis in axes], dtype=np.int64)
         for dim in range(len(self.global_shape)):
             shared = shared * self._dim_overlap(dim, here, there, axes)
-        return Fraction(int(shared.sum()), shared.numel())
+        return Fraction(int(shared.sum()), shared.size)
 
-    def _dim_overlap(self, dim: int, here: _Positions, there: _Positions, axes: Sequence[str]) -> torch.Tensor:
+    def _dim_overlap(self, dim: int, here: _Positions, there: _Positions, axes: Sequence[str]) -> np.ndarray:
         """Return the overlap in one dim, over the coordinates of `axes`; of length one over axes that do not split the
         dim."""
         old, new = self.dim_at(here, dim), self.dim_at(there, dim)
@@ -258,7 +261,7 @@ class _Space:
             _common(*(dim_slices(d, self.global_shape[dim], self.mesh, coordinate) for d in (old, new)))
             for coordinate in self._coordinates(own)
         ]
-        return torch.tensor(counts).reshape([self.mesh[axis] if axis in own else 1 for axis in axes])
+        return np.array(counts).reshape([self.mesh[axis] if axis in own else 1 for axis in axes])
 
     def _coordinates(self, axes: Sequence[str]) -> Iterator[dict[str, int]]:
         for index in product(*(range(self.mesh[axis]) for axis in axes)):

@@ -16,13 +16,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
-from shardlib._mesh import MeshShape
+from shardlib._mesh_shape import MeshShape
 from shardlib.layout import Dim, Factor, Layout
 from shardlib.rules._model import ModelIndex
 from shardlib.rules.dims import dims_of
+
+if TYPE_CHECKING:
+    from torch import nn
 
 __all__ = ["adapts_parameters", "following", "has_adapters", "renamed", "without_adapters"]
 
@@ -39,7 +41,7 @@ def without_adapters(model: nn.Module) -> nn.Module:
     return model.get_base_model() if _is_a(model, _MODEL) else model  # type: ignore[operator,no-any-return]
 
 
-def has_adapters(model: nn.Module) -> bool:
+def has_adapters(model: Any) -> bool:
     """Return whether peft has wrapped modules of the model."""
     return "peft" in sys.modules and any(
         _is_a(module, _MODEL, _ADAPTED, _COPIED, _OF_TOKENS) for module in model.modules()
@@ -152,5 +154,5 @@ def _unsplit(name: str) -> Dim:
     return Dim((Factor(name),))
 
 
-def _is_a(module: nn.Module, *names: str) -> bool:
+def _is_a(module: Any, *names: str) -> bool:
     return any(f"{cls.__module__}.{cls.__qualname__}" in names for cls in type(module).__mro__)

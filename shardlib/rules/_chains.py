@@ -11,19 +11,19 @@ import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
-from shardlib.rules._model import ModelIndex
+from shardlib.rules._model import ModelIndex, is_layer
 from shardlib.rules.dims import CONVS, dims_of
+
+if TYPE_CHECKING:
+    from torch import nn
 
 __all__ = ["FACTORS", "Chained", "alone", "chains"]
 
 FACTORS: dict[str, int | str] = {"groups": "groups", "gate_up": 2}  # the sizes of the factors in the values below
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-_FORWARDS = [conv.forward for conv in CONVS]
-_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+_BATCH_NORMS = ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d")
+_CONTAINERS = ("Sequential", "ModuleList", "ModuleDict")
 _BESIDE = re.compile(r"shortcut|downsample|residual|skip|identity")  # a branch beside the others
 _DIGIT = re.compile(r"\d")
 _CHANNELS = 4  # of an image, or of its latents
@@ -102,18 +102,20 @@ def _is_wide(index: ModelIndex, layer: _Layer) -> bool:
     return many and own and layer.inputs > layer.groups
 
 
-def _convolves(layer: _Layer, after: nn.Module) -> bool:
+def _convolves(layer: _Layer, after: Any) -> bool:
     """Return whether a layer is a convolution: of tokens, if it is a linear layer before its batch norm."""
-    norm = isinstance(after, _BATCH_NORMS) and after.num_features == layer.outputs
-    return norm or not isinstance(layer.module, nn.Linear)
+    norm = is_layer(after, *_BATCH_NORMS) and after.num_features == layer.outputs
+    return norm or not is_layer(layer.module, "Linear")
 
 
 def _shard_alone(layer: _Layer) -> Chained:
     if layer.groups > 1:
         return _by_group(layer), "guess: alone; each group of channels by itself, the output is gathered"
-    if isinstance(layer.module, nn.Linear):
+    if is_layer(layer.module, "Linear"):
         return "out channel", "guess: alone; its input features are sharded, and summed over"
-    if type(layer.module).forward not in _FORWARDS or (layer.weight_norm and not layer.module.transposed):
+    if type(layer.module).forward.__module__ != "torch.nn.modules.conv" or (
+        layer.weight_norm and not layer.module.transposed
+    ):
         # It may compute with all of a channel's weight, as for its norm; that of a transposed one is of input channels.
         return "channel", "guess: alone; each output channel by itself, the output is gathered"
     value = "channel out ..." if layer.module.transposed else "out channel ..."
@@ -129,7 +131,7 @@ def _blocks(index: ModelIndex) -> dict[str, list[_Layer]]:
             held[around] = held.get(around, 0) + 1
     blocks: dict[str, list[_Layer]] = {}
     for name, layer in layers.items():
-        block = next((a for a in _around(name) if held[a] > 1 and not isinstance(index.modules[a], _CONTAINERS)), "")
+        block = next((a for a in _around(name) if held[a] > 1 and not is_layer(index.modules[a], *_CONTAINERS)), "")
         if not _BESIDE.search(name.removeprefix(block)):
             blocks.setdefault(block, []).append(layer)
     return blocks
@@ -143,9 +145,9 @@ def _layer(index: ModelIndex, name: str, module: Any) -> _Layer | None:
         return None
     if index.module_name(module) != name or name.rpartition(".")[2] in ("input", "output"):
         return None
-    if isinstance(module, CONVS):
+    if is_layer(module, *CONVS):
         return _Layer(name, module, module.in_channels, module.out_channels, module.groups)
-    if isinstance(module, nn.Linear):
+    if is_layer(module, "Linear"):
         return _Layer(name, module, module.in_features, module.out_features, 1)
     return None
 
@@ -186,17 +188,17 @@ def _keeps(up: _Layer, after: _Layer) -> bool:
 
 def _joins(up: _Layer, after: _Layer) -> bool:
     """Return whether a linear layer gives a value for each channel of a convolution, such as one of the time."""
-    return isinstance(up.module, CONVS) and isinstance(after.module, nn.Linear) and up.outputs == after.outputs
+    return is_layer(up.module, *CONVS) and is_layer(after.module, "Linear") and up.outputs == after.outputs
 
 
 def _follows(up: _Layer, after: _Layer) -> bool:
     """Return whether a layer takes as many channels as `up` has, or half as many (of a signal over time: a gate)."""
-    return up.outputs == after.inputs or (isinstance(up.module, nn.Conv1d) and up.outputs == 2 * after.inputs)
+    return up.outputs == after.inputs or (is_layer(up.module, "Conv1d") and up.outputs == 2 * after.inputs)
 
 
 def _in_a_row(up: _Layer, down: _Layer) -> bool:
     """Return whether two layers follow each other: convolutions of a block; linear layers by their names alone."""
-    if isinstance(up.module, nn.Linear) or isinstance(down.module, nn.Linear):
+    if is_layer(up.module, "Linear") or is_layer(down.module, "Linear"):
         same = up.name.rpartition(".")[0] == down.name.rpartition(".")[0] and type(up.module) is type(down.module)
         return same and _DIGIT.sub("", up.last) == _DIGIT.sub("", down.last) and up.last != down.last
     return True
@@ -230,7 +232,7 @@ def _apart(index: ModelIndex, up: _Layer, down: _Layer, not_chained: Collection[
     """Return whether a list of modules stands between two layers, as the blocks of a net do between its first and its
     last layer, or a layer that is not chained, as attention does."""
     return any(
-        isinstance(module, nn.ModuleList) or (index.own[name] and name.rpartition(".")[2] in not_chained)
+        is_layer(module, "ModuleList") or (index.own[name] and name.rpartition(".")[2] in not_chained)
         for name, module in _between(index, up, down).items()
     )
 

@@ -6,8 +6,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch.distributed.tensor import Replicate
-
 from shardlib.layout import Dim, Factor, Layout
 from shardlib.rules._layouts import AxisUse
 from shardlib.rules._match import Entry
@@ -40,7 +38,7 @@ def axes_named(entry: Entry, axes: Mapping[str, AxisUse], default_axis: str) -> 
         case Text(_, layout):
             return tuple(dict.fromkeys(axis for use in _uses(layout, axes) for axis in use.axes))
         case Placed(by_axis):
-            return tuple(axis or default_axis for axis, placement in by_axis if not isinstance(placement, Replicate))
+            return tuple(axis or default_axis for axis, cut in by_axis if cut is not None)
         case Role("colwise" | "rowwise"):
             return (default_axis,)
     return ()

@@ -6,9 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch.distributed.tensor import Placement
-
-from shardlib._mesh import MeshShape
+from shardlib._mesh_shape import MeshShape
 from shardlib.errors import LayoutError, RuleError
 from shardlib.layout import Dim, Factor, Layout
 from shardlib.layout._fit import settle
@@ -16,7 +14,7 @@ from shardlib.rules._match import Entry
 from shardlib.rules._model import ModelIndex, summary
 from shardlib.rules._placed import border_of_placements, by_axis, placed_dims, unsplit
 from shardlib.rules._sizes import SizeFinder
-from shardlib.rules._values import Role, Text
+from shardlib.rules._values import Cut, Role, Text
 from shardlib.rules.dims import ModuleDims, dims_of
 
 __all__ = ["AxisUse", "LayoutMaker", "axis_use"]
@@ -210,7 +208,7 @@ class LayoutMaker:
         names = _factor_names(entry.value.layout) if isinstance(entry.value, Text) else ()
         return self.sizes.find(entry, names, module_name, registered.sizes if registered else {})
 
-    def _placements(self, entry: Entry) -> list[tuple[str, Placement]]:
+    def _placements(self, entry: Entry) -> list[tuple[str, Cut | None]]:
         return by_axis(entry, self.mesh, self.default_axis)
 
     def _on_mesh(self, layout: Layout) -> Layout:

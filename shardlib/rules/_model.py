@@ -5,12 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from functools import cache
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-from torch import nn
+from shardlib.rules._tree_node import TreeNode
+from shardlib.rules.trees import Tree, is_tree
 
-__all__ = ["Leaf", "ModelIndex", "folded", "nbytes", "readable_bytes", "summary"]
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+__all__ = ["Leaf", "ModelIndex", "folded", "is_layer", "nbytes", "readable_bytes", "summary"]
 
 Kind = Literal["parameter", "buffer"]
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
@@ -37,8 +42,9 @@ class ModelIndex:
     first name of each. `own` maps a module's name to its own tensors: attribute to full name.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
+    def __init__(self, model: Any) -> None:
+        """Read a module of torch, or a tree of arrays."""
+        self.model = model = Tree.of(model).root if is_tree(model) else model
         self.modules: dict[str, nn.Module] = dict(model.named_modules(remove_duplicate=False))
         self.own: dict[str, dict[str, str]] = {name: {} for name in self.modules}
         self.leaf: dict[str, Leaf] = {}
@@ -78,6 +84,23 @@ class ModelIndex:
         ]
         self.leaf = {name: leaf for leaf in leaves for name in leaf.names}
         return leaves
+
+
+def is_layer(module: Any, *names: str) -> bool:
+    """Tell whether a module is one of `torch.nn`'s of these names, or of a subclass. torch is not imported for it.
+
+    >>> is_layer(object(), "Linear")
+    False
+    """
+    if isinstance(module, TreeNode):
+        return module.is_list and "ModuleList" in names
+    kind: Any = type(module)
+    return _is_layer(kind, names)
+
+
+@cache
+def _is_layer(kind: Any, names: tuple[str, ...]) -> bool:
+    return any(cls.__name__ in names and cls.__module__.startswith("torch.nn.") for cls in kind.__mro__)
 
 
 def folded(name: str) -> str:

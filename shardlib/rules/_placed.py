@@ -5,21 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from torch.distributed.tensor import Placement, Replicate, Shard
-
-from shardlib._mesh import MeshShape
+from shardlib._mesh_shape import MeshShape
 from shardlib.errors import RuleError
 from shardlib.layout import Dim, Factor, Layout
 from shardlib.rules._match import Entry
-from shardlib.rules._values import PerAxis, Placed
+from shardlib.rules._values import Cut, PerAxis, Placed, spelled_placement
 
 __all__ = ["border_of_placements", "by_axis", "placed_dims", "unsplit"]
 
 
-def by_axis(entry: Entry, mesh: MeshShape, default_axis: str) -> list[tuple[str, Placement]]:
+def by_axis(entry: Entry, mesh: MeshShape, default_axis: str) -> list[tuple[str, Cut | None]]:
     """Return the placements of a rule with their axes, in the order in which they nest."""
     if isinstance(entry.value, Placed):
-        return [(axis or default_axis, placement) for axis, placement in entry.value.by_axis]
+        return [(axis or default_axis, cut) for axis, cut in entry.value.by_axis]
     assert isinstance(entry.value, PerAxis)
     given = entry.value.placements
     for axes in (mesh.names, mesh.model_axes):
@@ -36,14 +34,14 @@ def placed_dims(
     name: str,
     global_shape: tuple[int, ...],
     named: Sequence[str],
-    placements: Sequence[tuple[str, Placement]],
+    placements: Sequence[tuple[str, Cut | None]],
 ) -> tuple[Dim, ...]:
     """Apply placements to a tensor with named dims; axes on one dim nest in the order given."""
     dims = [unsplit(each) for each in named]
-    for axis, placement in placements:
-        if not isinstance(placement, Replicate):
-            at = _checked_dim(entry, name, placement, global_shape)
-            dims[at] = _placed(entry, name, dims[at], named[at], axis, placement)
+    for axis, cut in placements:
+        if cut is not None:
+            at = _checked_dim(entry, name, cut, global_shape)
+            dims[at] = _placed(entry, name, dims[at], named[at], axis, cut)
     return tuple(dims)
 
 
@@ -52,11 +50,11 @@ def unsplit(name: str) -> Dim:
     return Dim(tuple(Factor(word) for word in name.strip("()").split()))
 
 
-def border_of_placements(entry: Entry, placements: Sequence[tuple[str, Placement]]) -> Layout:
+def border_of_placements(entry: Entry, placements: Sequence[tuple[str, Cut | None]]) -> Layout:
     """Return the layout of an activation. Dims counted from the front leave those behind open, and the other way
     round."""
-    split = [(axis, p.dim) for axis, p in placements if isinstance(p, Shard)]
-    if len(split) < sum(not isinstance(p, Replicate) for _, p in placements) or len({d < 0 for _, d in split}) > 1:
+    split = [(axis, cut.dim) for axis, cut in placements if cut is not None and cut.pieces == 1]
+    if len(split) < sum(cut is not None for _, cut in placements) or len({d < 0 for _, d in split}) > 1:
         raise RuleError(
             f"Rule {entry}: these placements cannot be read for an activation whose number of dims is not known. Count "
             'all dims from the front or all from the back, or give its layout as text, as in "batch seq@tp embed".'
@@ -70,28 +68,26 @@ def border_of_placements(entry: Entry, placements: Sequence[tuple[str, Placement
     return Layout((..., *dims) if split[0][1] < 0 else (*dims, ...))
 
 
-def _checked_dim(entry: Entry, name: str, placement: Placement, shape: tuple[int, ...]) -> int:
-    dim = getattr(placement, "dim")  # noqa: B009 - Shard and _StridedShard share no typed base
-    if not -len(shape) <= dim < len(shape):
+def _checked_dim(entry: Entry, name: str, cut: Cut, shape: tuple[int, ...]) -> int:
+    if not -len(shape) <= cut.dim < len(shape):
         raise RuleError(
-            f'Rule {entry}: dim {dim} is out of range for "{name}", global shape {shape}. Use a dim from '
+            f'Rule {entry}: dim {cut.dim} is out of range for "{name}", global shape {shape}. Use a dim from '
             f"{-len(shape)} to {len(shape) - 1}, or name the dims in a text."
         )
-    return dim % len(shape)
+    return cut.dim % len(shape)
 
 
-def _placed(entry: Entry, name: str, dim: Dim, registered: str, axis: str, placement: Placement) -> Dim:
+def _placed(entry: Entry, name: str, dim: Dim, registered: str, axis: str, cut: Cut) -> Dim:
     if registered.startswith("("):
         raise RuleError(
-            f'Rule {entry}: this dim of "{name}" is fused from "{registered}", and {placement!r} would not shard its '
-            f'factors alike. Use "colwise", or shard a factor in a text, as in "heads@{axis}".'
+            f'Rule {entry}: this dim of "{name}" is fused from "{registered}", and {spelled_placement(cut)} would not '
+            f'shard its factors alike. Use "colwise", or shard a factor in a text, as in "heads@{axis}".'
         )
-    if isinstance(placement, Shard) and not dim.fused:
+    if cut.pieces == 1 and not dim.fused:
         factor = dim.factors[0]
         return Dim((replace(factor, axes=(*factor.axes, axis)),))
-    if not isinstance(placement, Shard) and not dim.axes:
-        pieces = getattr(placement, "split_factor")  # noqa: B009
-        return Dim((Factor("_", size=pieces), Factor(registered, (axis,))))
+    if cut.pieces > 1 and not dim.axes:
+        return Dim((Factor("_", size=cut.pieces), Factor(registered, (axis,))))
     raise RuleError(
         f'Rule {entry}: two axes on one dim of "{name}", one of them strided, have no clear order. Write the layout as '
         'text, as in "(qkv heads@(fsdp,tp) head) embed".'

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from shardlib._mesh import MeshShape
+from shardlib._mesh_shape import MeshShape
 from shardlib.errors import RuleError, nearest
 from shardlib.rules._claims import Claim
 from shardlib.rules._match import Entry, Match, Matcher, border_key
 from shardlib.rules._model import ModelIndex, readable_bytes, summary
 from shardlib.rules._resolution import Border, TensorLayout
 
-__all__ = ["axis_refused", "conflicting_borders", "conflicting_layouts", "match_refused", "unmatched"]
+__all__ = ["axis_refused", "conflicting_borders", "conflicting_layouts", "match_refused", "no_activations", "unmatched"]
 
 
 def axis_refused(entry: Entry, axis: str, mesh: MeshShape, declared: Sequence[str]) -> RuleError | None:
@@ -64,6 +64,14 @@ def conflicting_borders(first: Border, second: Border) -> RuleError:
         f'The {first.side} of module "{first.module}" is given two layouts: rule "{first.rule}" gives '
         f'"{first.layout}"; rule "{second.rule}" gives "{second.layout}". Narrow one of the patterns, or let the '
         f'later rule win with override=("{second.rule}",).'
+    )
+
+
+def no_activations(border: Border) -> RuleError:
+    """Return the error for a rule that lays out an activation of a tree of arrays."""
+    return RuleError(
+        f'Rule "{border.rule}" lays out the {border.side} of "{border.module}", and a tree of arrays has no '
+        "activations. Leave the rule out; inside the model, jax.lax.with_sharding_constraint does this."
     )
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from torch import nn
-
-from shardlib._mesh import MeshShape
+from shardlib._dtypes import name_of
+from shardlib._mesh_shape import MeshShape
 from shardlib.errors import RuleError, nearest, printable
 from shardlib.rules._claims import axes_named
 from shardlib.rules._match import Entry, border_key
@@ -15,8 +15,12 @@ from shardlib.rules._model import readable_bytes
 from shardlib.rules._resolution import Border, Resolution, Side, TensorLayout
 from shardlib.rules._resolve import Resolver
 from shardlib.rules._rule_set import RuleSet
+from shardlib.rules._tree_node import TreeNode
 from shardlib.rules._values import PerAxis, spelled
 from shardlib.rules.patterns import compile_pattern
+
+if TYPE_CHECKING:
+    from torch import nn
 
 __all__ = ["Coverage", "CoverageRow", "coverage", "explain"]
 
@@ -131,7 +135,7 @@ def _border_named(name: str) -> tuple[str, Side] | None:
 
 
 def _about_tensor(resolver: Resolver, tensor: TensorLayout, mesh: MeshShape | None) -> Iterator[str]:
-    dtype, size = str(tensor.dtype).removeprefix("torch."), readable_bytes(tensor.global_bytes)
+    dtype, size = name_of(tensor.dtype), readable_bytes(tensor.global_bytes)
     yield f'"{tensor.name}": {tensor.kind}, global shape {tensor.global_shape}, {dtype}, {size}'
     for other in tensor.tied[1:]:
         yield f'  tied to  "{other}"'
@@ -142,7 +146,10 @@ def _about_tensor(resolver: Resolver, tensor: TensorLayout, mesh: MeshShape | No
     if mesh is not None:
         local = tensor.layout.local_shape(tensor.global_shape, mesh, mesh.coordinate(0))
         yield f'  on mesh  "{mesh}": rank 0 holds local shape {tuple(local)}'
-        yield f"  placed   {tensor.layout.placements(mesh)}"
+        if isinstance(resolver.index.model, TreeNode):
+            yield f"  spec     {tensor.layout.partition_spec()}"
+        else:
+            yield f"  placed   {tensor.layout.placements(mesh)}"
 
 
 def _about_border(border: Border) -> str:

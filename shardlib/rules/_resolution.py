@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
-
-from shardlib._mesh import MeshShape
+from shardlib._dtypes import keeps_dtype_names
+from shardlib._mesh_shape import MeshShape
 from shardlib.layout import Layout
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["Border", "Resolution", "Side", "TensorLayout"]
 
 Side = Literal["input", "output"]
 
 
+@keeps_dtype_names
 @dataclass(frozen=True)
 class TensorLayout:
     """The layout of one parameter or buffer; one value for all names of a tied tensor.
@@ -41,7 +45,7 @@ class TensorLayout:
     @property
     def global_bytes(self) -> int:
         """Bytes of the global tensor."""
-        return torch.Size(self.global_shape).numel() * self.dtype.itemsize
+        return math.prod(self.global_shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)

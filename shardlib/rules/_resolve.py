@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
-from torch import nn
-
-from shardlib._mesh import MeshShape
+from shardlib._mesh_shape import MeshShape
 from shardlib.layout import Layout
 from shardlib.rules import _refusals
 from shardlib.rules._adapters import following, has_adapters
@@ -18,6 +17,7 @@ from shardlib.rules._model import Leaf, ModelIndex
 from shardlib.rules._resolution import Border, Resolution, Side, TensorLayout
 from shardlib.rules._rule_set import RuleSet
 from shardlib.rules._sizes import SizeFinder
+from shardlib.rules._tree_node import TreeNode
 from shardlib.rules.dims import ModuleDims, dims_of
 
 __all__ = ["Resolver"]
@@ -32,7 +32,7 @@ class Resolver:
     With `strict=False`, rules that match nothing and parameters without a rule are recorded and do not raise.
     """
 
-    def __init__(self, rules: RuleSet, model: nn.Module | ModelIndex, mesh: MeshShape, *, strict: bool = True) -> None:
+    def __init__(self, rules: RuleSet, model: Any, mesh: MeshShape, *, strict: bool = True) -> None:
         self.rules, self.mesh, self.strict = rules, mesh, strict
         self._check_axes()
         self.index = model if isinstance(model, ModelIndex) else ModelIndex(model)
@@ -153,6 +153,10 @@ class Resolver:
 
     def _borders(self, tensors: Mapping[str, TensorLayout]) -> dict[tuple[str, Side], Border]:
         asked = self._asked_for()
+        if isinstance(self.index.model, TreeNode):
+            if self.strict and asked:
+                raise _refusals.no_activations(next(iter(asked.values())))
+            return {}
         borders: dict[tuple[str, Side], Border] = {}
         for name in dict.fromkeys(map(self.index.module_name, self.index.modules.values())):
             found = asked.get((name, "input")), asked.get((name, "output")) or self._derived(name, tensors)

@@ -6,19 +6,20 @@ import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
-from shardlib._mesh import MeshLike, MeshShape
+from shardlib._mesh_shape import MeshLike, MeshShape
 from shardlib.errors import RuleError
-from shardlib.rules import _report, foreign, logical, toml
+from shardlib.rules import _report, logical, toml
 from shardlib.rules._modes import changes_of, check_keys
 from shardlib.rules._resolution import Resolution
 from shardlib.rules._resolve import Resolver
 from shardlib.rules._rule_set import RuleSet
 from shardlib.rules.stages import StagesLike
 from shardlib.rules.tensor_modes import registered_tensor_modes, tensor_mode
+
+if TYPE_CHECKING:
+    from torch import nn
 
 __all__ = ["Rules"]
 
@@ -100,11 +101,15 @@ class Rules(RuleSet):
     @classmethod
     def from_tp_plan(cls, model: nn.Module, *, axis: str = "tp") -> Rules:
         """Convert the `tp_plan` that a Hugging Face model carries; see `shardlib.rules.foreign`."""
+        from shardlib.rules import foreign  # it imports torch
+
         return cls(**foreign.read_tp_plan(model, axis))
 
     @classmethod
     def from_parallelize_plan(cls, plan: Mapping[str, Any], *, axis: str = "tp") -> Rules:
         """Convert a plan for torch's `parallelize_module`; see `shardlib.rules.foreign`."""
+        from shardlib.rules import foreign  # it imports torch
+
         return cls(**foreign.read_parallelize_plan(plan, axis))
 
     @classmethod

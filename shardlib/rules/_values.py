@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import difflib
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch.distributed.tensor import Placement, Replicate, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
-
 from shardlib.errors import LayoutError, RuleError
 from shardlib.layout import Layout
 
-__all__ = ["ROLES", "PerAxis", "Placed", "Role", "Text", "Value", "read_value", "spelled", "spelled_placement"]
+__all__ = ["ROLES", "Cut", "PerAxis", "Placed", "Role", "Text", "Value", "read_value", "spelled", "spelled_placement"]
 
 ROLES = ("colwise", "rowwise", "replicate")
 # What other libraries call the roles; each would otherwise read as a dim of that name.
@@ -45,17 +43,26 @@ class Text:
 
 
 @dataclass(frozen=True)
-class Placed:
-    """Placements by axis, where axes on one dim nest in the order given, outermost first. None is the default axis."""
+class Cut:
+    """A placement of torch's that splits a dim: `Shard(dim)`; of several pieces, `_StridedShard`."""
 
-    by_axis: tuple[tuple[str | None, Placement], ...]
+    dim: int
+    pieces: int = 1
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A cut by axis, or None to replicate. Axes on one dim nest in the order given, outermost first. The axis None is
+    the default axis."""
+
+    by_axis: tuple[tuple[str | None, Cut | None], ...]
 
 
 @dataclass(frozen=True)
 class PerAxis:
-    """One placement per mesh axis, in mesh order, as torch writes them."""
+    """A cut or None per mesh axis, in mesh order, as torch writes its placements."""
 
-    placements: tuple[Placement, ...]
+    placements: tuple[Cut | None, ...]
 
 
 Value = Role | Text | Placed | PerAxis
@@ -70,7 +77,7 @@ def read_value(key: str, given: Any) -> Value:
     >>> read_value("attn.proj", "rowwise")
     Role(name='rowwise')
     >>> read_value("attn.proj", {"tp": "Shard(1)"})
-    Placed(by_axis=(('tp', Shard(dim=1)),))
+    Placed(by_axis=(('tp', Cut(dim=1, pieces=1)),))
     """
     match given:
         case None:
@@ -79,21 +86,21 @@ def read_value(key: str, given: Any) -> Value:
             return _read_text(key, given)
         case Layout():
             return Text(given.text, _only_split(key, given))
-        case Placement():
-            return Placed(((None, _placement(key, given)),))
         case Mapping():
             return Placed(tuple((str(axis), _placement(key, each)) for axis, each in given.items()))
         case list() | tuple():
             return PerAxis(tuple(_placement(key, each) for each in given))
         case Role() | Text() | Placed() | PerAxis():
             return given
+    if _is_placement(given):
+        return Placed(((None, _placement(key, given)),))
     raise RuleError(f'Rule "{key}": {given!r} is a {type(given).__name__}, which is not a layout. {_WRITE}.')
 
 
 def spelled(value: Value) -> str:
     """Format a value as a user would write it.
 
-    >>> spelled(read_value("attn.proj", Shard(1)))
+    >>> spelled(read_value("attn.proj", "Shard(1)"))
     'Shard(1)'
     """
     match value:
@@ -109,12 +116,17 @@ def spelled(value: Value) -> str:
             return f"({', '.join(map(spelled_placement, placements))}{',' if len(placements) == 1 else ''})"
 
 
-def spelled_placement(placement: Placement) -> str:
-    if isinstance(placement, Shard):
-        return f"Shard({placement.dim})"
-    if isinstance(placement, _StridedShard):
-        return f"_StridedShard({placement.dim}, split_factor={placement.split_factor})"
-    return "Replicate()"
+def spelled_placement(cut: Cut | None) -> str:
+    """Format a cut as torch writes its placement."""
+    if cut is None:
+        return "Replicate()"
+    return f"Shard({cut.dim})" if cut.pieces == 1 else f"_StridedShard({cut.dim}, split_factor={cut.pieces})"
+
+
+def _is_placement(given: Any) -> bool:
+    """Tell whether a value is a placement of torch's; there is none before torch is imported."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(given, module.Placement)
 
 
 def _read_text(key: str, text: str) -> Value:
@@ -150,26 +162,30 @@ def _refuse_misspelt_role(key: str, text: str) -> None:
         )
 
 
-def _placement(key: str, given: Any) -> Placement:
+def _placement(key: str, given: Any) -> Cut | None:
     match = _PLACEMENT.fullmatch(given.strip()) if isinstance(given, str) else None
     if match:
         return _placement_of(key, given, match)
-    if isinstance(given, Shard | Replicate | _StridedShard):
-        return given
+    if _is_placement(given):
+        kind = type(given).__name__
+        if kind == "Replicate":
+            return None
+        if kind in ("Shard", "_StridedShard"):
+            return Cut(given.dim, getattr(given, "split_factor", 1))
     raise RuleError(
         f'Rule "{key}": {_shown(given)} is not a placement that a tensor can be stored in. Give Shard(dim) or '
         "Replicate()."
     )
 
 
-def _placement_of(key: str, text: str, match: re.Match[str]) -> Placement:
+def _placement_of(key: str, text: str, match: re.Match[str]) -> Cut | None:
     kind, dim, factor = match["kind"], match["dim"], match["factor"]
     if kind == "Replicate" and dim is None and factor is None:
-        return Replicate()
+        return None
     if kind == "Shard" and dim is not None and factor is None:
-        return Shard(int(dim))
+        return Cut(int(dim))
     if kind == "_StridedShard" and dim is not None and factor is not None:
-        return _StridedShard(int(dim), split_factor=int(factor))
+        return Cut(int(dim), int(factor))
     raise RuleError(
         f'Rule "{key}": "{text}" is not a placement. Write "Shard(0)", "Replicate()" or "_StridedShard(0, '
         'split_factor=3)".'

@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
-
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from shardlib._again import is_again
 from shardlib.errors import RuleError
+from shardlib.rules._tree_node import TreeNode
+
+if TYPE_CHECKING:
+    from torch import nn
 
 __all__ = ["CONVS", "ModuleDims", "dims_of", "linear_dims", "register_dims"]
 
@@ -105,7 +107,7 @@ def register_dims(
     registered = dims or ModuleDims(tensors, output, tuple(contracted), dict(sizes or {}), linear)
     if isinstance(registered, ModuleDims):
         _check(module_type, registered)
-    known = _REGISTRY.get(module_type, registered)
+    known = (_REGISTRY.get(module_type) if isinstance(module_type, str) else _registered(module_type)) or registered
     if known != registered and not is_again(known, registered):
         raise RuleError(
             f"register_dims({_called(module_type)}): this type is registered already, as {_spelled(known)}. Register a "
@@ -125,6 +127,8 @@ def dims_of(module: nn.Module) -> ModuleDims | None:
     >>> dims_of(nn.LSTM(4, 8)) is None
     True
     """
+    if isinstance(module, TreeNode):
+        return module.dims  # type: ignore[no-any-return]
     for cls in type(module).__mro__:
         found = _registered(cls)
         if found is not None:
@@ -230,9 +234,7 @@ def _by_channel(module: Any, names: str) -> dict[str, str]:
     return channels
 
 
-CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-_INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+CONVS = ("Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d")
 _BATCH_STATISTICS = ModuleDims(
     {
         "weight": "channel",
@@ -245,40 +247,44 @@ _BATCH_STATISTICS = ModuleDims(
 )
 
 
-def _register_torch() -> None:
-    register_dims(nn.Linear, weight="out in", bias="out", output="out", contracted=("in",), linear=True)
-    # Hugging Face's Conv1D is a linear layer with its weight transposed.
-    register_dims(
-        "transformers.pytorch_utils.Conv1D",
-        weight="in out",
-        bias="out",
-        output="out",
-        contracted=("in",),
-        linear=True,
-    )
-    register_dims(nn.Bilinear, weight="out in1 in2", bias="out", output="out", contracted=("in1", "in2"))
-    for embedding in (nn.Embedding, nn.EmbeddingBag):
-        register_dims(embedding, weight="vocab embed", output="embed", contracted=("vocab",))
-    for conv in CONVS:
-        register_dims(conv, _conv)
-    for norm in (nn.LayerNorm, nn.RMSNorm):
-        register_dims(norm, weight="*lead embed", bias="*lead embed")
-    for statistics in (*_BATCH_NORMS, *_INSTANCE_NORMS):
-        register_dims(statistics, _BATCH_STATISTICS)
-    register_dims(nn.GroupNorm, weight="channel", bias="channel", output="channel")
-    register_dims(nn.PReLU, weight="channel", output="channel")
-    register_dims(
-        nn.MultiheadAttention,
-        output="heads",
-        sizes={"qkv": 3, "heads": "num_heads"},
-        in_proj_weight="(qkv heads head) embed",
-        in_proj_bias="(qkv heads head)",
-        q_proj_weight="(heads head) embed",
-        k_proj_weight="(heads head) kdim",
-        v_proj_weight="(heads head) vdim",
-        bias_k="_ _ (heads head)",
-        bias_v="_ _ (heads head)",
-    )
-
-
-_register_torch()
+_NORM = ModuleDims({"weight": "*lead embed", "bias": "*lead embed"})
+_TABLE = ModuleDims({"weight": "vocab embed"}, "embed", ("vocab",))
+# The layers of torch, by the modules of `torch.nn` that define them.
+_TORCH: dict[str, dict[str, ModuleDims | DimsOf]] = {
+    "linear": {
+        "Linear": ModuleDims({"weight": "out in", "bias": "out"}, "out", ("in",), linear=True),
+        "Bilinear": ModuleDims({"weight": "out in1 in2", "bias": "out"}, "out", ("in1", "in2")),
+    },
+    "sparse": {"Embedding": _TABLE, "EmbeddingBag": _TABLE},
+    "conv": dict.fromkeys(CONVS, _conv),
+    "normalization": {
+        "LayerNorm": _NORM,
+        "RMSNorm": _NORM,
+        "GroupNorm": ModuleDims({"weight": "channel", "bias": "channel"}, "channel"),
+    },
+    "batchnorm": dict.fromkeys(("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm"), _BATCH_STATISTICS),
+    "instancenorm": dict.fromkeys(("InstanceNorm1d", "InstanceNorm2d", "InstanceNorm3d"), _BATCH_STATISTICS),
+    "activation": {
+        "PReLU": ModuleDims({"weight": "channel"}, "channel"),
+        "MultiheadAttention": ModuleDims(
+            {
+                "in_proj_weight": "(qkv heads head) embed",
+                "in_proj_bias": "(qkv heads head)",
+                "q_proj_weight": "(heads head) embed",
+                "k_proj_weight": "(heads head) kdim",
+                "v_proj_weight": "(heads head) vdim",
+                "bias_k": "_ _ (heads head)",
+                "bias_v": "_ _ (heads head)",
+            },
+            "heads",
+            sizes={"qkv": 3, "heads": "num_heads"},
+        ),
+    },
+}
+for _module, _layers in _TORCH.items():
+    for _layer, _dims in _layers.items():
+        register_dims(f"torch.nn.modules.{_module}.{_layer}", _dims, linear=_layer == "Linear")
+# Hugging Face's Conv1D is a linear layer with its weight transposed.
+register_dims(
+    "transformers.pytorch_utils.Conv1D", weight="in out", bias="out", output="out", contracted=("in",), linear=True
+)

@@ -10,15 +10,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed.tensor.parallel as torch_parallel
-from torch import nn
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from shardlib.errors import RuleError, nearest
 from shardlib.rules._model import ModelIndex
 from shardlib.rules.patterns import NameIndex, compile_pattern
+
+if TYPE_CHECKING:
+    from torch import nn
 
 __all__ = ["has_tp_plan", "read_parallelize_plan", "read_tp_plan"]
 

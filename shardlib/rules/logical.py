@@ -16,7 +16,7 @@ from shardlib.errors import LayoutError, RuleError
 from shardlib.layout import Dim, Layout
 
 if TYPE_CHECKING:
-    from shardlib._mesh import MeshShape
+    from shardlib._mesh_shape import MeshShape
     from shardlib.rules._resolution import Resolution, TensorLayout
 
 __all__ = ["LogicalAxes", "LogicalRule", "read_logical_axes", "write_logical_axes"]

@@ -16,18 +16,20 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal, get_args
-
-from torch import nn
+from typing import TYPE_CHECKING, Literal, get_args
 
 from shardlib.errors import RuleError, nearest
+from shardlib.rules._model import is_layer
 from shardlib.rules.patterns import NameIndex, compile_pattern
+
+if TYPE_CHECKING:
+    from torch import nn
 
 __all__ = ["Balanced", "By", "Stage", "StagesLike", "Weigh", "partition", "read_stages", "resolve_stages"]
 
 By = Literal["params", "flops", "time"]
 
-Weigh = Callable[[nn.Module, Sequence[str], By], Sequence[float]]
+Weigh = Callable[["nn.Module", Sequence[str], By], Sequence[float]]
 """Returns the weights of the named modules, by "flops" or "time", by running them on an example."""
 
 _RANGE = re.compile(r"(\d+)-(\d+)")
@@ -249,7 +251,7 @@ def _outermost(names: list[str]) -> list[str]:
 
 def _called(name: str, modules: dict[str, nn.Module]) -> Iterator[str]:
     """Iterate over the module, or over the children of one that only holds others."""
-    if isinstance(modules[name], nn.ModuleList | nn.ModuleDict):
+    if is_layer(modules[name], "ModuleList", "ModuleDict"):
         for key, _ in modules[name].named_children():
             yield from _called(f"{name}.{key}", modules)
     else:
@@ -337,7 +339,7 @@ def _repeated(model: nn.Module) -> list[str]:
     found: list[str] = []
     for name, module in model.named_modules():
         inside = any(name.startswith(f"{block}.") for block in found)
-        if isinstance(module, nn.ModuleList | nn.Sequential) and not inside:
+        if is_layer(module, "ModuleList", "Sequential") and not inside:
             filled = [key for key, child in module.named_children() if any(True for _ in child.parameters())]
             found += [f"{name}.{key}".lstrip(".") for key in filled] if len(filled) > 1 else []
     return found
@@ -437,7 +439,7 @@ def _check_order(shown: str, stages: Sequence[Stage], model: nn.Module) -> None:
     for number, stage in enumerate(stages):
         for name in stage.modules:
             holder, _, key = name.rpartition(".")
-            if key.isdecimal() and isinstance(model.get_submodule(holder), nn.ModuleList | nn.Sequential):
+            if key.isdecimal() and is_layer(model.get_submodule(holder), "ModuleList", "Sequential"):
                 of_list.setdefault(holder, []).append((int(key), number, name))
     for elements in of_list.values():
         for (_, before, first), (_, after, second) in pairwise(sorted(elements)):

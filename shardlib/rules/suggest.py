@@ -12,15 +12,16 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
-from typing import Any, NamedTuple
-
-from torch import nn
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardlib.rules._chains import FACTORS, Chained, alone, chains
-from shardlib.rules._model import ModelIndex
+from shardlib.rules._model import ModelIndex, is_layer
 from shardlib.rules._rules import Rules
 from shardlib.rules.dims import dims_of
 from shardlib.rules.patterns import NameIndex, compile_pattern
+
+if TYPE_CHECKING:
+    from torch import nn
 
 __all__ = ["complete", "suggest"]
 
@@ -216,7 +217,7 @@ class _Draft:
     # Embeddings and the output layer.
 
     def embeddings(self) -> None:
-        tables = {n: m for n, m in self.index.modules.items() if isinstance(m, nn.Embedding)}
+        tables = {n: m for n, m in self.index.modules.items() if is_layer(m, "Embedding")}
         tokens = {name: table for name, table in tables.items() if self._holds_tokens(name, table, tables)}
         for name in tokens:
             self.set(_folded(name), "rowwise", "a table of tokens; its rows, the vocabulary, are sharded")
@@ -227,7 +228,7 @@ class _Draft:
                 why = f'tied to "{tied}"' if tied else "as wide as the vocabulary"
                 self.set(linear.name, "vocab", f"the output layer, {why}")
 
-    def _holds_tokens(self, name: str, table: nn.Embedding, tables: dict[str, Any]) -> bool:
+    def _holds_tokens(self, name: str, table: Any, tables: dict[str, Any]) -> bool:
         last = name.rpartition(".")[2]
         if _NOT_TOKENS.search(last) or (self._tied_to(name, {}) is None and "*" in _folded(name)):
             return False
@@ -452,7 +453,7 @@ class _Draft:
             if leaf.kind == "buffer" or leaf.name in covered or any(self._covered(name) for name in leaf.names):
                 continue
             module_name, module, _ = self.index.owner(leaf.name)
-            if isinstance(module, nn.MultiheadAttention):
+            if is_layer(module, "MultiheadAttention"):
                 self.set(_folded(module_name), "heads", "attention of torch; its heads are sharded")
                 self.set(f"{_folded(module_name)}.out_proj", "rowwise", "takes the heads")
             elif dims_of(module) is not None and module_name:

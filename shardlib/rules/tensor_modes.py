@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from shardlib._again import is_again
-from shardlib._mesh import MeshShape
+from shardlib._mesh_shape import MeshShape
 from shardlib.errors import MeshError, RuleError, nearest
 from shardlib.rules._rule_set import RuleSet
 

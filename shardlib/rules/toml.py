@@ -21,11 +21,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.tensor import Placement
-
 from shardlib.errors import RuleError, nearest
 from shardlib.rules._rule_set import RuleSet
-from shardlib.rules._values import PerAxis, Placed, Role, Text, Value, read_value, spelled_placement
+from shardlib.rules._values import Cut, PerAxis, Placed, Role, Text, Value, read_value, spelled_placement
 from shardlib.rules.stages import Balanced
 
 __all__ = ["read", "write"]
@@ -167,8 +165,8 @@ def _rule(value: Value) -> str:
             return f"[{', '.join(map(_placement, placements))}]"
 
 
-def _placement(placement: Placement) -> str:
-    return _text(spelled_placement(placement))
+def _placement(cut: Cut | None) -> str:
+    return _text(spelled_placement(cut))
 
 
 def _value(given: Any) -> str:

@@ -27,7 +27,7 @@ from itertools import permutations, product
 
 import torch
 
-from shardlib._mesh import MeshLike, MeshShape
+from shardlib._mesh_shape import MeshLike, MeshShape
 from shardlib.errors import LayoutError
 from shardlib.layout import Collective, Layout, transition
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardlib._mesh import MeshShape
+from shardlib._mesh_shape import MeshShape
 from shardlib.booster import Config
 from shardlib.booster._plugins import _of_job
 from shardlib.booster.launch import Launched, launched

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardlib._mesh import MeshShape
+from shardlib._mesh_shape import MeshShape
 from shardlib.booster import Booster, Config
 from shardlib.errors import PlanError
 from shardlib.trainer._context import global_context, remember

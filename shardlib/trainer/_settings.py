@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from shardlib._mesh import MeshShape
+from shardlib._mesh_shape import MeshShape
 from shardlib.booster import Config, HybridParallelPlugin, MixedPrecision, TorchDDPPlugin
 from shardlib.booster._options import recipe
 from shardlib.booster._plugins import _of_job

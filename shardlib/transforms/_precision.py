@@ -5,19 +5,21 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-
+from shardlib._dtypes import dtype_named, keeps_dtype_names, name_of
 from shardlib._plan import LossScale, Plan, Row, Step
-from shardlib.errors import PlanError, check_flags, nearest
+from shardlib.errors import InputError, PlanError, check_flags, nearest
 from shardlib.layout import Layout
 from shardlib.transforms._choose import add_note, as_names, chosen, quoted, refuse_another
 from shardlib.transforms._transform import Transform
 
+if TYPE_CHECKING:
+    import torch
+
 __all__ = ["Precision", "precision"]
 
-_LOW = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp16_naive": torch.float16, "fp8": torch.bfloat16}
+_LOW = {"bf16": "bfloat16", "fp16": "float16", "fp16_naive": "float16", "fp8": "bfloat16"}
 _NAMES = (*_LOW, "fp32")
 _SCALINGS = ("current", "delayed")
 
@@ -91,6 +93,7 @@ def precision(
     return made
 
 
+@keeps_dtype_names
 @dataclass(frozen=True, repr=False)
 class Precision(Transform):
     """The transform that `precision` returns."""
@@ -110,7 +113,7 @@ class Precision(Transform):
     @property
     def low(self) -> torch.dtype | None:
         """The dtype in which parameters are stored and computed with, or None where they stay float32."""
-        return None if self.autocast or self.name in ("fp16", "fp32") else _LOW[self.name]
+        return None if self.autocast or self.name in ("fp16", "fp32") else dtype_named(_LOW[self.name])
 
     def __call__(self, plan: Plan) -> Plan:
         refuse_another(plan, self)
@@ -126,7 +129,7 @@ class Precision(Transform):
     def _row(self, row: Row) -> Row:
         if self.low is None:
             return row
-        state = torch.float32 if self.master else self.low
+        state = dtype_named("float32") if self.master else self.low
         wanted = {"stored": self.low, "compute": self.low, "grad": self.grads or state, "state": state}
         return row.replace(**{p: _with_dtype(layout, wanted[p], row, self) for p, layout in row.layouts.items()})
 
@@ -134,7 +137,7 @@ class Precision(Transform):
         """Return the settings of the step that this precision requires."""
         scaled = self.name in ("fp16", "fp16_naive")
         return {
-            "autocast": _LOW[self.name] if self.autocast or self.name == "fp16" else None,
+            "autocast": dtype_named(_LOW[self.name]) if self.autocast or self.name == "fp16" else None,
             "scaler": self.scaler or (LossScale() if scaled else None),
             "reduce_dtype": self.reduce,
             "fp8": ((self.linears,) if isinstance(self.linears, str) else self.linears) if self.name == "fp8" else (),
@@ -170,13 +173,22 @@ def _check(made: Precision) -> None:
         raise PlanError(f"{made}: scaler is a {type(made.scaler).__name__}; give a LossScale, or nothing.")
 
 
-def _dtype(given: torch.dtype | str | None, name: str, argument: str) -> torch.dtype | None:
-    dtype = getattr(torch, given, None) if isinstance(given, str) else given
-    if given is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+def _dtype(given: torch.dtype | str | None, name: str, argument: str) -> Any:
+    known = None if given is None else _floating(given)
+    if given is not None and known is None:
         raise PlanError(
             f'precision("{name}", {argument}={given!r}): give a dtype of floating point, such as "float32".'
         )
-    return dtype
+    return known
+
+
+def _floating(given: Any) -> str | None:
+    """Return the name of a dtype of floating point; None for anything else."""
+    try:
+        name = name_of(given)
+    except InputError:
+        return None
+    return name if "float" in name else None
 
 
 def _refuse_others(plan: Plan, made: Precision) -> None:
@@ -184,23 +196,23 @@ def _refuse_others(plan: Plan, made: Precision) -> None:
     alike."""
     autocast = made._step()["autocast"]
     refused = {
-        torch.float64: "in float64 leave precision out",
-        torch.bfloat16: 'for a model of bfloat16 give "bf16"',
-        torch.float16: 'for a model of float16 give "fp16"',
+        "float64": "in float64 leave precision out",
+        "bfloat16": 'for a model of bfloat16 give "bf16"',
+        "float16": 'for a model of float16 give "fp16"',
     }
     for dtype, otherwise in refused.items():
-        if dtype != torch.float64 and autocast in (None, dtype):
+        if dtype != "float64" and (autocast is None or name_of(autocast) == dtype):
             continue
-        names = [row.name for row in plan.rows if row.kind == "parameter" and row.dtype == dtype]
+        names = [row.name for row in plan.rows if row.kind == "parameter" and name_of(row.dtype) == dtype]
         if names:
             raise PlanError(
-                f"{made}: {names[0]} is {str(dtype).removeprefix('torch.')} (and {len(names) - 1} more); precision is "
+                f"{made}: {names[0]} is {dtype} (and {len(names) - 1} more); precision is "
                 f"about models of float32. Build the model in float32, or call model.float() first; {otherwise}."
             )
 
 
 def _changes(row: Row) -> bool:
-    return row.kind == "parameter" and row.dtype == torch.float32
+    return row.kind == "parameter" and name_of(row.dtype) == "float32"
 
 
 def _with_dtype(layout: Layout, dtype: torch.dtype, row: Row, made: Precision) -> Layout:

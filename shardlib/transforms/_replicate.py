@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from shardlib._mesh import MeshShape
+from shardlib._mesh_shape import MeshShape
 from shardlib._plan import PHASES, Plan, Row
 from shardlib.transforms._choose import Names, as_names, chosen
 from shardlib.transforms._transform import Transform

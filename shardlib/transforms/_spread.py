@@ -19,7 +19,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
 
-from shardlib._mesh import MeshLike, MeshShape
+from shardlib._mesh_shape import MeshLike, MeshShape
 from shardlib.layout import Dim, Layout
 
 __all__ = ["FactorIndex", "axes_at", "find_factor", "spread", "with_axes_at"]

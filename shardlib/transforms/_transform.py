@@ -8,8 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
-
+from shardlib._dtypes import name_of
 from shardlib._plan import LossScale, Plan
 from shardlib.errors import PlanError
 
@@ -76,8 +75,8 @@ def _text(value: Any) -> str:
         return json.dumps(value, ensure_ascii=False)
     if isinstance(value, tuple):
         return f"({', '.join(map(_text, value))}{',' if len(value) == 1 else ''})"
-    if isinstance(value, torch.dtype):
-        return f'"{str(value).removeprefix("torch.")}"'
+    if type(value).__name__ == "dtype" or hasattr(value, "itemsize"):
+        return f'"{name_of(value)}"'
     if isinstance(value, LossScale):
         return _scale_text(value)
     return repr(value)

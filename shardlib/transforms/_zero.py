@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar
 
-from shardlib._mesh import MeshShape
+from shardlib._mesh_shape import MeshShape
 from shardlib._plan import Phase, Plan, Row
 from shardlib.errors import PlanError, check_flags
 from shardlib.layout import Dim, Layout

@@ -10,7 +10,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from shardlib._mesh import MeshShape
+from shardlib._mesh_shape import MeshShape
 from shardlib.checkpoint._boxes import Box, parts, tiles
 from shardlib.checkpoint._items import Item, RankMesh
 from shardlib.checkpoint._share import file_groups, packed, sources, turns, written_by

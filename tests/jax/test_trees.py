@@ -40,8 +40,8 @@ def test_logical_axes_lay_out_a_tree_as_flax_does():
     """The first rule whose axes are free: `embed` takes dp before `mlp` would."""
     found = on_devices.run(_laid_out, x64=False)
     assert '"odd" of global shape (6,)' in found["odd"] and "uneven shards in dim 0" in found.pop("odd")
-    assert 'a tree with int 3 at "step"; its leaves must be arrays' in found.pop("step")
-    assert '"wide" is torch.float64, and JAX would silently make it float32' in found.pop("wide")
+    assert 'A tree was given with int 3 at "step"; its leaves must be arrays' in found.pop("step")
+    assert '"wide" is float64, and JAX would silently make it float32' in found.pop("wide")
     assert 'Two paths of the tree make the name "a.b"' in found.pop("dots")
     assert found == {
         "kernel": "P('dp', 'tp')",

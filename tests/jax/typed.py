@@ -13,7 +13,7 @@ from torch import nn
 
 import shardlib.jax as sj
 from shardlib import layouts
-from shardlib._mesh import MeshShape
+from shardlib._mesh_shape import MeshShape
 from shardlib.jax._sharding_rules import Conflict, Operand, ruled
 from shardlib.jax._typer import Typer
 from shardlib.rules import Rules

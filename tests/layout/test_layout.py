@@ -118,7 +118,7 @@ def test_a_layout_is_a_value():
         ),
         (
             "a : bfloat61",
-            '"bfloat61" is not a dtype. After ":" give a torch dtype, "device" or "host". Did you mean "bfloat16"?',
+            '"bfloat61" is not a dtype. After ":" give a dtype, "device" or "host". Did you mean "bfloat16"?',
         ),
         (
             "vocab@tp embed@tp",

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardlib._mesh import MeshShape
+from shardlib._mesh_shape import MeshShape
 from shardlib._plan import Blocks, DryRun, Gathered, LossScale, Plan, Recorded, Row, Step
 from shardlib._plan.report import StageRun
 from shardlib.errors import PlanError
@@ -167,7 +167,7 @@ def test_ranks_with_equal_lines_shard_alike():
     [
         (
             '{"version": 1, "mesh": "tp=2", "transforms": [], "notes": [], "blocks": null, "step": {"autocast": "f8"}}',
-            '"f8" is not a dtype of this torch; give a name such as "float32" or "bfloat16".',
+            '"f8" is not a dtype; give a name such as "float32" or "bfloat16".',
         ),
         (
             '{"version": 99}',

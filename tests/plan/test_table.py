@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import shardlib as sl
-from shardlib._mesh import MeshShape
+from shardlib._mesh_shape import MeshShape
 from shardlib._plan import Memory, Plan, Row, make_plan
 from shardlib._plan.memory import Blocks, stages
 from shardlib.errors import MeshError, PlanError

@@ -17,7 +17,7 @@ from rich.console import Console
 from torch import nn
 
 import shardlib as sl
-from shardlib._mesh import MeshShape
+from shardlib._mesh_shape import MeshShape
 from shardlib._plan import DryRun, Gathered, Plan, Recorded, make_plan
 from shardlib._plan.page import picture
 from shardlib._plan.pictures import drawn

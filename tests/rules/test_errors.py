@@ -350,7 +350,7 @@ def test_fit(change: dict[str, Any], mesh: str, options: dict[str, Any], said: s
         (
             nn.MultiheadAttention(8, 2),
             Shard(0),
-            'Rule "m": Shard(0): this dim of "m.in_proj_weight" is fused from "(qkv heads head)", and Shard(dim=0) '
+            'Rule "m": Shard(0): this dim of "m.in_proj_weight" is fused from "(qkv heads head)", and Shard(0) '
             'would not shard its factors alike. Use "colwise", or shard a factor in a text, as in "heads@tp".',
         ),
         (

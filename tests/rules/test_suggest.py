@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from shardlib import layouts
-from shardlib._mesh import MeshShape
+from shardlib._mesh_shape import MeshShape
 from shardlib._plan import make_plan
 from shardlib.rules import Rules, suggest
 from shardlib.rules._values import spelled

@@ -11,7 +11,7 @@ import torch
 from hypothesis import assume, event, given
 from hypothesis import strategies as st
 
-from shardlib._mesh import MeshShape
+from shardlib._mesh_shape import MeshShape
 from shardlib.layout import Dim, Layout
 from shardlib.testing import strategies
 from shardlib.transforms import spread

@@ -19,8 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardlib import layouts
 from shardlib._log import timed
-from shardlib._mesh import MeshLike, MeshShape, device_here
+from shardlib._mesh import device_here
 from shardlib._mesh import mesh as make_mesh
+from shardlib._mesh_shape import MeshLike, MeshShape
 from shardlib._plan import Plan, make_plan, transformed
 from shardlib.engine import _torch
 from shardlib.engine.apply.additions import refuse_additions

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardlib._mesh import MeshShape, device_here
+from shardlib._mesh import device_here
+from shardlib._mesh_shape import MeshShape
 from shardlib._plan import Movement, Optimizer, Plan, Purpose, Row, movements_of, rows_by_name
 from shardlib.engine import _torch
 from shardlib.engine.data.executor import Executor

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardlib._mesh import MeshShape
+from shardlib._mesh_shape import MeshShape
 from shardlib._plan import Bucket as PlannedBucket
 from shardlib._plan import Step, gradient_buckets
 from shardlib.engine import _torch

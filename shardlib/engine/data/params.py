@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from shardlib._mesh import MeshShape
+from shardlib._mesh_shape import MeshShape
 from shardlib._plan import Movement, Optimizer, Purpose, Row
 from shardlib.engine import _torch
 from shardlib.engine.data import offload

@@ -35,7 +35,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardlib._mesh import MeshShape
+from shardlib._mesh_shape import MeshShape
 from shardlib._plan import Purpose, Unit, unshard_buckets
 from shardlib.engine import _torch
 from shardlib.engine._torch import pytree

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from shardlib._mesh import MeshShape
+from shardlib._mesh_shape import MeshShape
 from shardlib._plan.report import DryRun, Gathered, Recorded, RunPhase
 from shardlib.engine import _torch, ops
 from shardlib.engine._torch import TorchDispatchMode, is_traceable_wrapper_subclass, pytree

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
-from shardlib._mesh import MeshShape
+from shardlib._mesh_shape import MeshShape
 from shardlib.engine._torch import DTensorSpec, Op, has_values, pytree, written_to
 from shardlib.engine.ops._operands import redistributed
 from shardlib.engine.ops.redistribute import to_full_tensor

@@ -13,7 +13,7 @@ from functools import cached_property, lru_cache
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardlib._mesh import MeshShape
+from shardlib._mesh_shape import MeshShape
 from shardlib.engine.data.params import ParamState
 from shardlib.engine.model.casting import Casting
 from shardlib.engine.pipeline.messages import Channels, Timetable

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from shardlib._mesh import MeshShape
+from shardlib._mesh_shape import MeshShape
 from shardlib._plan import Movement, movements_of
 from shardlib.engine import _torch
 from shardlib.engine.data.params import ParamState, local_of

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardlib._mesh import MeshShape, device_here, mesh
+from shardlib._mesh import device_here, mesh
+from shardlib._mesh_shape import MeshShape
 from shardlib._plan import Plan, Row, expert_rows, rows_by_name
 from shardlib._plan.schedules import default_schedule, rank_of_stage, splits_backward
 from shardlib.engine import _torch

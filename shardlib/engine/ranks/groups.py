@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardlib._mesh import MeshLike, MeshShape, rank_groups
+from shardlib._mesh_shape import MeshLike, MeshShape, rank_groups
 from shardlib.engine import _torch
 from shardlib.errors import MeshError
 

@@ -23,7 +23,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from shardlib import layouts
-from shardlib._mesh import MeshShape
+from shardlib._mesh_shape import MeshShape
 from shardlib._plan import make_plan
 from shardlib._plan.rows import Row
 from shardlib.engine import record_collectives, shard_model

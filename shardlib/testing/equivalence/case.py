@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardlib._mesh import MeshShape
+from shardlib._mesh_shape import MeshShape
 from shardlib.engine._torch import pytree
 from shardlib.engine.apply import shard_model
 from shardlib.errors import InputError, InputTypeError, check_flags, nearest

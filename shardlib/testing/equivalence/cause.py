@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shardlib._mesh import MeshShape
+from shardlib._mesh_shape import MeshShape
 from shardlib.testing.equivalence.case import Case
 from shardlib.testing.equivalence.parts import RankCoordinate, local
 

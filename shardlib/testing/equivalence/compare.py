@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from shardlib._mesh import MeshShape
+from shardlib._mesh_shape import MeshShape
 from shardlib._progress import Progress
 from shardlib.engine import _torch, get_plan, ops
 from shardlib.engine._torch import flatten_with_path, pytree

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardlib._log import erase_bar
-from shardlib._mesh import MeshLike, MeshShape
+from shardlib._mesh_shape import MeshLike, MeshShape
 from shardlib._plan import Plan
 from shardlib.errors import InputError, MeshError
 from shardlib.testing._carry import why_not

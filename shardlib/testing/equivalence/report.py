@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shardlib._mesh import MeshShape
+from shardlib._mesh_shape import MeshShape
 from shardlib.errors import ShardlibError, printable
 from shardlib.testing.equivalence.compare import START, Key
 from shardlib.testing.equivalence.locate import Origin

@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 from unittest import mock
 
-from shardlib._mesh import MeshShape
+from shardlib._mesh_shape import MeshShape
 from shardlib.errors import InputError, nearest
 from shardlib.testing._pool import shared_pool
 from shardlib.testing.equivalence import Report, equivalent

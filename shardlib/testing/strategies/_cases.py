@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 from torch import nn
 
-from shardlib._mesh import MeshShape
+from shardlib._mesh_shape import MeshShape
 from shardlib.engine._torch import pytree
 from shardlib.errors import InputError
 from shardlib.rules import Rules

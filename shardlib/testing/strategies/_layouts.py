@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from hypothesis import strategies as st
 
-from shardlib._mesh import MeshLike, MeshShape
+from shardlib._mesh_shape import MeshLike, MeshShape
 from shardlib.errors import InputError
 from shardlib.layout import Dim, Factor, Layout
 from shardlib.testing.strategies._draws import among, check_size, often

@@ -8,7 +8,7 @@ from typing import Literal
 
 from hypothesis import strategies as st
 
-from shardlib._mesh import MeshShape
+from shardlib._mesh_shape import MeshShape
 from shardlib.errors import InputError, MeshError
 from shardlib.testing.strategies._draws import check_size
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import strategies as st
 from torch import nn
 
-from shardlib._mesh import MeshLike, MeshShape
+from shardlib._mesh_shape import MeshLike, MeshShape
 from shardlib.testing.models import MLP, ConvNet, Tokens, Transformer, batch_for
 from shardlib.testing.strategies._draws import among, often, seldom
 

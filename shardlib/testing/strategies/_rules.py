@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import strategies as st
 from torch import nn
 
-from shardlib._mesh import MeshLike, MeshShape
+from shardlib._mesh_shape import MeshLike, MeshShape
 from shardlib.errors import InputError
 from shardlib.rules import Rules
 from shardlib.testing.strategies._draws import among, often

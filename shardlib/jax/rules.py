@@ -1,0 +1,205 @@
+"""Rules on trees of arrays: plans and shardings for parameters of flax, haiku, equinox or Keras, or plain dicts.
+
+Names are those of paths: "layers.0.kernel". Neither torch nor a device is needed for a plan; a sharding needs a mesh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from shardlib._dtypes import name_of
+from shardlib._mesh_shape import MeshShape
+from shardlib._plan import Phase, Plan, Row, RulesLike, Transform, make_plan
+from shardlib.errors import InputError, PlanError
+from shardlib.jax._mesh import named_sharding
+from shardlib.rules.trees import Tree
+
+__all__ = ["cast", "plan", "shard_params", "shardings"]
+
+
+def plan(tree: Any, mesh: Any, rules: RulesLike, *, transforms: Transform | Sequence[Transform] = ()) -> Plan:
+    """Plan the layout of every array of a tree on a mesh: what `shardlib.plan` is for a module of torch.
+
+    Args:
+        tree: any tree of arrays, or of `jax.ShapeDtypeStruct`s as `jax.eval_shape` makes them: a `flax.nnx.State`,
+            dicts of linen or haiku, a module of equinox, plain dicts and lists. Variables of flax that are no
+            parameters, and integers, are buffers: no rule has to match them.
+        mesh: a JAX mesh, or a shape such as "dp=8,tp=4".
+        rules: a `Rules`, a mapping of patterns to layouts, or the path of a layout file.
+        transforms: a function from plan to plan, or several: `zero`, `fsdp`, `hsdp`, `precision`.
+
+    Raises:
+        RuleError, LayoutError: the rules do not say one clear thing about these arrays, or name an activation: a tree
+            has none.
+        InputError: a leaf is no array, or two paths make one name.
+        PlanError: a transform is of the torch engine only.
+
+    >>> tree = {"up": {"kernel": jax.ShapeDtypeStruct((4, 8), "float32")}}
+    >>> p = plan(tree, "dp=2,tp=2", {"up": "colwise"})
+    >>> str(p["up.kernel"].stored), p.memory().parameters
+    ('in out@tp', 64)
+    """
+    made = make_plan(Tree.of(tree).root, MeshShape.of(mesh), rules, transforms=transforms)
+    if made.mesh.pipeline_axes:
+        raise PlanError(f'Mesh "{made.mesh}" has a pipeline axis, and a tree has no stages. Leave the axis out.')
+    return made
+
+
+def shardings(
+    tree: Any,
+    mesh: Mesh,
+    rules: RulesLike | Plan,
+    *,
+    transforms: Transform | Sequence[Transform] = (),
+    phase: Phase = "stored",
+) -> Any:
+    """Return a tree of `NamedSharding`s for a tree of arrays.
+
+    With a plan, the tree may be of the parameters, of their gradients, or of an optimizer's state: an array whose path
+    ends in a parameter's name, and that has its shape, has the layout of that parameter. Everything else is replicated.
+
+    Args:
+        tree: arrays, or `jax.ShapeDtypeStruct`s.
+        mesh: a JAX mesh.
+        rules: rules for the tree, or a plan that was made of the parameters.
+        transforms: as for `plan`, where rules are given.
+        phase: "stored" for parameters, "grad" for gradients, "state" for an optimizer's state, "compute" for parameters
+            as a model computes with them.
+
+    Raises:
+        RuleError, LayoutError: as `plan`; a fused dim that is split inside has no sharding.
+        InputError: a dim that its axes do not divide; a plan of another mesh.
+
+    >>> from shardlib.jax import make_mesh
+    >>> tree = {"up": {"kernel": jax.ShapeDtypeStruct((4, 8), "float32")}}
+    >>> shardings(tree, make_mesh("dp=1,tp=1"), {"up": "colwise"})["up"]["kernel"].spec
+    P(None, 'tp')
+    """
+    made = rules if isinstance(rules, Plan) else plan(tree, mesh, rules, transforms=transforms)
+    _check_mesh(made, mesh)
+    return _mapped(tree, made, mesh, lambda leaf, row: _sharding(row, made.mesh, mesh, phase))
+
+
+def cast(tree: Any, mesh: Mesh, rules: Plan) -> Any:
+    """Return the parameters as a model computes with them: in the dtype and with the layout of the compute phase.
+
+    Call it inside of `jax.jit`, on what a loss function gets: with `precision("bf16")` it rounds the master copy, and
+    with `fsdp()` or `zero(3)` it all-gathers the weights. Gradients come back in the dtype and layout of the tree.
+
+    >>> import shardlib as sl
+    >>> from shardlib.jax import make_mesh
+    >>> mesh, tree = make_mesh("dp=1"), {"w": jax.numpy.ones((4, 8))}
+    >>> half = plan(tree, mesh, {"w": None}, transforms=sl.precision("bf16"))
+    >>> cast(tree, mesh, half)["w"].dtype.name
+    'bfloat16'
+    """
+    _check_mesh(rules, mesh)
+
+    def computed(leaf: Any, row: Row) -> Any:
+        dtype = leaf.dtype if row.compute.dtype is None else name_of(row.compute.dtype)
+        return jax.lax.with_sharding_constraint(leaf.astype(dtype), _sharding(row, rules.mesh, mesh, "compute"))
+
+    return _mapped(tree, rules, mesh, computed, otherwise=lambda leaf: leaf)
+
+
+def shard_params(params: Any, mesh: Mesh, rules: RulesLike | Plan) -> Any:
+    """Shard a tree of arrays or tensors over a JAX mesh, by rules on the names of its paths.
+
+    Args:
+        params: any tree of arrays, numpy arrays or tensors, such as flax's parameters; or of `jax.ShapeDtypeStruct`s,
+            as `jax.eval_shape` makes them, which get shardings: `load` reads a checkpoint into them.
+        mesh: a JAX mesh.
+        rules: as for a model, with text layouts: `Rules({"kernel": "in out@tp"}, unmatched="replicate")`; or a plan.
+
+    Returns:
+        The same tree of `jax.Array`s, of the same shapes; without values where there were none.
+
+    Raises:
+        RuleError, LayoutError: the rules do not say one clear thing about these names; a factor of a fused dim is
+            sharded, which no array of this shape can be.
+        InputError: a dim that its axes do not divide; a leaf that is not an array, or that JAX would narrow.
+
+    >>> from shardlib.jax import make_mesh
+    >>> tree = {"dense": {"kernel": jax.numpy.ones((4, 8)), "bias": jax.numpy.ones(8)}}
+    >>> laid = shard_params(tree, make_mesh("tp=1"), {"kernel": "in out@tp", "bias": "out@tp"})
+    >>> laid["dense"]["kernel"].sharding.spec
+    P(None, 'tp')
+    """
+    read, wanted = Tree.of(params), jax.tree.leaves(shardings(params, mesh, rules))
+    return read.map([_placed(*each) for each in zip(read.names, read.leaves, wanted, strict=True)])
+
+
+def _check_mesh(made: Plan, mesh: Mesh) -> None:
+    if made.mesh != (shape := MeshShape.of(mesh)):
+        raise InputError(
+            f'The plan was made for mesh "{made.mesh}", and the mesh is "{shape}". Make the plan for this mesh: '
+            "shardlib.jax.rules.plan(tree, mesh, rules)."
+        )
+
+
+def _mapped(
+    tree: Any,
+    made: Plan,
+    mesh: Mesh,
+    change: Callable[[Any, Row], Any],
+    *,
+    otherwise: Callable[[Any], Any] | None = None,
+) -> Any:
+    """Return a tree of what `change` gives for each array of a parameter; of anything else the replicated sharding, or
+    what `otherwise` gives."""
+    replicated = NamedSharding(mesh, PartitionSpec())
+    read, rows = Tree.of(tree), {row.name: row for row in made.rows}
+    found = []
+    for name, leaf in zip(read.names, read.leaves, strict=True):
+        row = None if name is None else _row_of(name, tuple(leaf.shape), rows)
+        if row is not None:
+            found.append(change(leaf, row))
+        else:
+            found.append(replicated if otherwise is None else otherwise(leaf))
+    return read.map(found)
+
+
+def _row_of(name: str, shape: tuple[int, ...], rows: Mapping[str, Row]) -> Row | None:
+    """Return the row of the parameter whose name a path is, or ends in; the longest of several."""
+    while name:
+        if (row := rows.get(name)) is not None and row.global_shape == shape:
+            return row
+        name = name.partition(".")[2]
+    return None
+
+
+def _sharding(row: Row, shape: MeshShape, mesh: Mesh, phase: Phase) -> NamedSharding:
+    layout = row.layouts.get(phase, row.stored).resolve(row.global_shape, shape)
+    if uneven := layout.uneven_dims(row.global_shape, shape):
+        raise InputError(
+            f'"{row.name}" of global shape {row.global_shape} with layout "{layout}" on mesh "{shape}" has uneven '
+            f"shards in dim {uneven[0]}, and JAX has only even ones. Pad it, or shard another dim."
+        )
+    return named_sharding(layout, mesh)
+
+
+def _placed(name: str | None, leaf: Any, sharding: NamedSharding) -> Any:
+    if name is not None:
+        _refuse_narrowed(name, leaf)
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+    if hasattr(leaf, "untyped_storage"):  # a tensor of torch
+        from shardlib.jax._bits import to_numpy
+
+        leaf = to_numpy(leaf)
+    return jax.device_put(leaf, sharding)
+
+
+def _refuse_narrowed(name: str, leaf: Any) -> None:
+    """Refuse an array of float64 or complex128 that JAX would halve without a word."""
+    dtype = name_of(leaf.dtype)
+    kept = jax.dtypes.canonicalize_dtype(dtype).name if dtype in ("float64", "complex128") else dtype
+    if kept != dtype:
+        raise InputError(
+            f'"{name}" is {dtype}, and JAX would silently make it {kept}, since jax_enable_x64 is off. Call '
+            'jax.config.update("jax_enable_x64", True) before the first array is made, or convert the array.'
+        )
