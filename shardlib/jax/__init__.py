@@ -20,6 +20,7 @@ from shardlib.jax._exchange import shares_memory, to_jax, to_torch  # noqa: E402
 from shardlib.jax._load import load  # noqa: E402
 from shardlib.jax._mesh import from_named_sharding, make_mesh, named_sharding  # noqa: E402
 from shardlib.jax._module import JaxModule  # noqa: E402
+from shardlib.jax._step import TrainState, TrainStep, train_step  # noqa: E402
 from shardlib.jax._table import Lowering, known_ops, lowering  # noqa: E402
 from shardlib.jax._trees import shard_params  # noqa: E402
 from shardlib.jax._typer import Finding  # noqa: E402
@@ -30,6 +31,8 @@ __all__ = [
     "JaxModule",
     "LayoutReport",
     "Lowering",
+    "TrainState",
+    "TrainStep",
     "check_layouts",
     "compile_model",
     "from_named_sharding",
@@ -42,4 +45,5 @@ __all__ = [
     "shares_memory",
     "to_jax",
     "to_torch",
+    "train_step",
 ]

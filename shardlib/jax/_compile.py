@@ -96,18 +96,19 @@ def compile_model(
 _NO_MATTER = ("bucket_mb", "unbucketed_mb", "overlap")  # of how the torch engine sends what XLA sends by itself
 
 
-def refuse_settings(plan: Plan) -> None:
-    """Refuse settings of a plan that only the torch engine has."""
+def refuse_settings(plan: Plan, *, served: Sequence[str] = ()) -> None:
+    """Refuse settings of a plan that only the torch engine has, but for those that the caller carries out."""
     if plan.mesh.pipeline_axes:
         raise PlanError(
             f'Mesh "{plan.mesh}" has a pipeline axis; the JAX engine runs all modules on all devices. Leave it out.'
         )
-    asked = {name: value for name, value in plan.step.settings().items() if name not in _NO_MATTER}
+    asked = {name: value for name, value in plan.step.settings().items() if name not in (*_NO_MATTER, *served)}
     if asked:
         named = ", ".join(f"{name}={value!r}" for name, value in asked.items())
         raise PlanError(
-            f"The plan asks for {named}, by {', '.join(plan.transforms)}; the JAX engine has no such step. Leave the "
-            "transform out, and use JAX's own: optax.MultiSteps accumulates, jax.checkpoint recomputes."
+            f"The plan asks for {named}, by {', '.join(plan.transforms)}; the JAX engine takes no such setting from a "
+            "plan. Leave the transform out: shardlib.jax.train_step has accumulate=, loss_scale= and remat=, and "
+            "optax.MultiSteps and jax.checkpoint are JAX's own."
         )
 
 
