@@ -40,10 +40,10 @@ def main(args: argparse.Namespace) -> list[float]:
     import shardlib.jax as sj
 
     jax.config.update("jax_enable_x64", True)
-    graph, params, rest = nnx.split(build(), nnx.Param, ...)
+    graph, params, *rest = nnx.split(build(), nnx.Param, ...)
 
     def loss_fn(params: Any, tokens: Any) -> Any:
-        logits = nnx.merge(graph, params, rest)(tokens[:, :-1])
+        logits = nnx.merge(graph, params, *rest)(tokens[:, :-1])
         return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
     mesh, transforms = sj.make_mesh(args.mesh), [sl.zero(args.zero)] if args.zero else []
@@ -61,15 +61,21 @@ def main(args: argparse.Namespace) -> list[float]:
 
 def build(context: int = 32, width: int = 64, heads: int = 4, layers: int = 2) -> Any:
     """Nothing in the model knows of shardlib."""
+    import jax
     import jax.numpy as jnp
     from flax import nnx
+
+    def attend(query: Any, key: Any, value: Any, *, mask: Any, **_options: Any) -> Any:
+        """Attend in float64: flax's own function computes its softmax in float32, whatever the dtype is."""
+        scores = jnp.einsum("bqhd,bkhd->bhqk", query, key) / query.shape[-1] ** 0.5
+        return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(jnp.where(mask, scores, -jnp.inf)), value)
 
     rngs, f64 = nnx.Rngs(0), {"param_dtype": jnp.float64}
 
     class Block(nnx.Module):
         def __init__(self) -> None:
             self.norm1, self.norm2 = (nnx.LayerNorm(width, rngs=rngs, **f64) for _ in range(2))
-            self.attention = nnx.MultiHeadAttention(heads, width, decode=False, rngs=rngs, **f64)
+            self.attention = nnx.MultiHeadAttention(heads, width, decode=False, attention_fn=attend, rngs=rngs, **f64)
             self.up = nnx.Linear(width, 4 * width, rngs=rngs, **f64)
             self.down = nnx.Linear(4 * width, width, rngs=rngs, **f64)
 

@@ -25,6 +25,11 @@ from ._mesh import (
 from ._module import (
     JaxModule as JaxModule,
 )
+from ._step import (
+    TrainState as TrainState,
+    TrainStep as TrainStep,
+    train_step as train_step,
+)
 from ._table import (
     Lowering as Lowering,
     known_ops as known_ops,
@@ -34,6 +39,8 @@ from ._typer import (
     Finding as Finding,
 )
 from .rules import (
+    cast as cast,
+    plan as plan,
     shard_params as shard_params,
     shardings as shardings,
 )

@@ -18,13 +18,14 @@ from shardlib._plan import Plan, RulesLike, Transform
 from shardlib.engine import _torch
 from shardlib.engine._torch import pytree
 from shardlib.errors import MeshError
-from shardlib.jax._compile import Compiled, as_call, refuse_settings, structure_of
+from shardlib.jax._compile import Compiled, as_call, structure_of
 from shardlib.jax._dtypes import as_dtype
 from shardlib.jax._export import module_path
 from shardlib.jax._mesh import shape_of
 from shardlib.jax._sharding_rules import Operand
 from shardlib.jax._storage import Storage, storage_of
 from shardlib.jax._typer import Finding, Typer, abstract_mesh, spec_of
+from shardlib.jax.rules import refuse_settings
 
 __all__ = ["LayoutReport", "check_layouts"]
 

@@ -25,8 +25,9 @@ from shardlib.jax._export import Around, Graph, export
 from shardlib.jax._interpreter import run
 from shardlib.jax._mesh import shape_of
 from shardlib.jax._storage import Storage, storage_of
+from shardlib.jax.rules import refuse_settings
 
-__all__ = ["Compiled", "as_call", "compile_model", "refuse_settings", "structure_of"]
+__all__ = ["Compiled", "as_call", "compile_model", "structure_of"]
 
 assert _lowerings  # importing it filled the table
 Arrays = dict[str, Any]
@@ -91,24 +92,6 @@ def compile_model(
     if example is not None:
         compiled.prepare(example)
     return compiled, params
-
-
-_NO_MATTER = ("bucket_mb", "unbucketed_mb", "overlap")  # of how the torch engine sends what XLA sends by itself
-
-
-def refuse_settings(plan: Plan) -> None:
-    """Refuse settings of a plan that only the torch engine has."""
-    if plan.mesh.pipeline_axes:
-        raise PlanError(
-            f'Mesh "{plan.mesh}" has a pipeline axis; the JAX engine runs all modules on all devices. Leave it out.'
-        )
-    asked = {name: value for name, value in plan.step.settings().items() if name not in _NO_MATTER}
-    if asked:
-        named = ", ".join(f"{name}={value!r}" for name, value in asked.items())
-        raise PlanError(
-            f"The plan asks for {named}, by {', '.join(plan.transforms)}; the JAX engine has no such step. Leave the "
-            "transform out, and use JAX's own: optax.MultiSteps accumulates, jax.checkpoint recomputes."
-        )
 
 
 def structure_of(model: nn.Module, plan: Plan) -> nn.Module:

@@ -5,7 +5,8 @@ Names are those of paths: "layers.0.kernel". Neither torch nor a device is neede
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,9 +17,12 @@ from shardlib._mesh_shape import MeshShape
 from shardlib._plan import Phase, Plan, Row, RulesLike, Transform, make_plan
 from shardlib.errors import InputError, PlanError
 from shardlib.jax._mesh import named_sharding
+from shardlib.layout import Layout
 from shardlib.rules.trees import Tree
 
-__all__ = ["cast", "plan", "shard_params", "shardings"]
+__all__ = ["cast", "plan", "refuse_settings", "shard_params", "shardings"]
+
+_NO_MATTER = ("bucket_mb", "unbucketed_mb", "overlap")  # of how the torch engine sends what XLA sends by itself
 
 
 def plan(tree: Any, mesh: Any, rules: RulesLike, *, transforms: Transform | Sequence[Transform] = ()) -> Plan:
@@ -30,7 +34,8 @@ def plan(tree: Any, mesh: Any, rules: RulesLike, *, transforms: Transform | Sequ
             parameters, and integers, are buffers: no rule has to match them.
         mesh: a JAX mesh, or a shape such as "dp=8,tp=4".
         rules: a `Rules`, a mapping of patterns to layouts, or the path of a layout file.
-        transforms: a function from plan to plan, or several: `zero`, `fsdp`, `hsdp`, `precision`.
+        transforms: a function from plan to plan, or several: `zero`, `fsdp`, `hsdp`, `precision`. Where the axes that
+            they add divide no dim of an array, it is not split over these axes.
 
     Raises:
         RuleError, LayoutError: the rules do not say one clear thing about these arrays, or name an activation: a tree
@@ -44,9 +49,8 @@ def plan(tree: Any, mesh: Any, rules: RulesLike, *, transforms: Transform | Sequ
     ('in out@tp', 64)
     """
     made = make_plan(Tree.of(tree).root, MeshShape.of(mesh), rules, transforms=transforms)
-    if made.mesh.pipeline_axes:
-        raise PlanError(f'Mesh "{made.mesh}" has a pipeline axis, and a tree has no stages. Leave the axis out.')
-    return made
+    refuse_settings(made, served=("scaler",))
+    return made.map_rows(lambda row: _evenly(row, made.mesh))
 
 
 def shardings(
@@ -133,6 +137,22 @@ def shard_params(params: Any, mesh: Mesh, rules: RulesLike | Plan) -> Any:
     return read.map([_placed(*each) for each in zip(read.names, read.leaves, wanted, strict=True)])
 
 
+def refuse_settings(plan: Plan, *, served: Sequence[str] = ()) -> None:
+    """Refuse settings of a plan that only the torch engine has, but for those that the caller carries out."""
+    if plan.mesh.pipeline_axes:
+        raise PlanError(
+            f'Mesh "{plan.mesh}" has a pipeline axis; the JAX engine runs all modules on all devices. Leave it out.'
+        )
+    asked = {name: value for name, value in plan.step.settings().items() if name not in (*_NO_MATTER, *served)}
+    if asked:
+        named = ", ".join(f"{name}={value!r}" for name, value in asked.items())
+        raise PlanError(
+            f"The plan asks for {named}, by {', '.join(plan.transforms)}; the JAX engine takes no such setting from a "
+            "plan. Leave the transform out: shardlib.jax.train_step has accumulate=, loss_scale= and remat=, and "
+            "optax.MultiSteps and jax.checkpoint are JAX's own."
+        )
+
+
 def _check_mesh(made: Plan, mesh: Mesh) -> None:
     if made.mesh != (shape := MeshShape.of(mesh)):
         raise InputError(
@@ -180,6 +200,27 @@ def _sharding(row: Row, shape: MeshShape, mesh: Mesh, phase: Phase) -> NamedShar
             f"shards in dim {uneven[0]}, and JAX has only even ones. Pad it, or shard another dim."
         )
     return named_sharding(layout, mesh)
+
+
+def _evenly(row: Row, mesh: MeshShape) -> Row:
+    """Return the row with the axes that a transform added on a dim that they divide, or left out if there is none.
+
+    An array of a tree keeps its shape, so no padding can make the shards of such a dim even.
+    """
+    changed = {}
+    for phase, layout in row.layouts.items():
+        if layout.uneven_dims(row.global_shape, mesh):
+            added = [axis for axis in mesh.names if axis in layout.axes - row.compute.axes]
+            even = next(_even_choices(row.compute, row.global_shape, mesh, added), row.compute)
+            changed[phase] = dataclasses.replace(even, dtype=layout.dtype)
+    return row.replace(**changed) if changed else row
+
+
+def _even_choices(layout: Layout, shape: tuple[int, ...], mesh: MeshShape, added: Sequence[str]) -> Iterator[Layout]:
+    for dim in range(len(shape)):
+        moved = layout.with_axes(dim, (*layout.axes_of(dim), *added))
+        if not moved.uneven_dims(shape, mesh):
+            yield moved
 
 
 def _placed(name: str | None, leaf: Any, sharding: NamedSharding) -> Any:

@@ -1,0 +1,135 @@
+"""The shardings of a tree of parameters in each phase of a training step: by rules, or by a compiled model's plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from shardlib._plan import LossScale, Phase, Plan, RulesLike, Transform
+from shardlib.errors import InputError, nearest
+from shardlib.jax import rules
+
+if TYPE_CHECKING:
+    from shardlib.jax._compile import Compiled
+
+__all__ = ["OfModel", "OfRules", "Phases"]
+
+
+class Phases(Protocol):
+    """The layouts of a tree's leaves in each phase."""
+
+    @property
+    def mesh(self) -> Mesh:
+        """The JAX mesh."""
+
+    def shardings(self, params: Any, phase: Phase) -> Any:
+        """Return the tree of shardings in a phase, for a tree of arrays or of their shapes."""
+
+    def of_state(self, opt_state: Any, params: Any) -> Any:
+        """Return the tree of shardings of an optimizer's state, for arrays or shapes."""
+
+    def of_buffers(self, buffers: Any) -> Any:
+        """Return the tree of shardings of buffers."""
+
+    def placed(self, params: Any) -> Any:
+        """Return the tree as arrays with their stored shardings, which share no memory with what was given."""
+
+    def values(self, params: Any) -> Any:
+        """Return the tree that the loss is given: gathered as the plan says, in the compute dtype."""
+
+    def scaler(self, params: Any) -> LossScale | None:
+        """Return the scale of the loss that the plan asks for."""
+
+
+@dataclass(frozen=True)
+class OfModel:
+    """The layouts of a compiled model, which gathers its parameters by itself."""
+
+    fn: Compiled
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.fn.mesh
+
+    def shardings(self, params: Any, phase: Phase) -> Any:
+        self._check(params)
+        return self.fn.shardings(params, phase)
+
+    def of_state(self, opt_state: Any, params: Any) -> Any:
+        return self.fn.shardings(opt_state, "state")
+
+    def of_buffers(self, buffers: Any) -> Any:
+        return self.fn.shardings(buffers)
+
+    def placed(self, params: Any) -> Any:
+        return _copied(params, self.shardings(params, "stored"))
+
+    def values(self, params: Any) -> Any:
+        return params
+
+    def scaler(self, params: Any) -> LossScale | None:
+        return None
+
+    def _check(self, params: Any) -> None:
+        trained = {row.name for row in self.fn.plan.rows if row.requires_grad}
+        given = {*params} if isinstance(params, dict) else None
+        if given is None:
+            raise InputError(
+                f"The step of a compiled model was given parameters as {type(params).__name__}; give the dict from "
+                "names to arrays that compile_model returned."
+            )
+        if missing := sorted(trained - given):
+            raise InputError(f"{len(missing)} arrays are missing, {', '.join(missing[:3])} among them.")
+        if strange := sorted(given - trained):
+            raise InputError(
+                f'"{strange[0]}" was given, and is not a trained parameter of the model.{nearest(strange[0], trained)} '
+                "Buffers and frozen parameters are fn.buffers."
+            )
+        for name, like in self.fn.abstract().items():
+            if name in given and tuple(params[name].shape) != like.shape:
+                raise InputError(
+                    f'"{name}" was given as an array of shape {tuple(params[name].shape)}; it is {like.shape}. '
+                    "fn.from_torch({name: tensor}) makes arrays of the right shape."
+                )
+
+
+class OfRules:
+    """The layouts of a tree of arrays by rules on its paths, with transforms such as `zero(1)`."""
+
+    def __init__(self, rules: RulesLike, mesh: Mesh, transforms: Transform | Sequence[Transform] = ()) -> None:
+        self.rules, self.mesh, self.transforms = rules, mesh, transforms
+        self._plans: dict[Any, Plan] = {}
+
+    def shardings(self, params: Any, phase: Phase) -> Any:
+        return rules.shardings(params, self.mesh, self._plan(params), phase=phase)
+
+    def of_state(self, opt_state: Any, params: Any) -> Any:
+        return rules.shardings(opt_state, self.mesh, self._plan(params), phase="state")
+
+    def of_buffers(self, buffers: Any) -> Any:
+        return jax.tree.map(lambda _: NamedSharding(self.mesh, PartitionSpec()), buffers)
+
+    def placed(self, params: Any) -> Any:
+        return _copied(rules.shard_params(params, self.mesh, self._plan(params)), self.shardings(params, "stored"))
+
+    def values(self, params: Any) -> Any:
+        return rules.cast(params, self.mesh, self._plan(params))
+
+    def scaler(self, params: Any) -> LossScale | None:
+        return self._plan(params).step.scaler
+
+    def _plan(self, params: Any) -> Plan:
+        leaves, structure = jax.tree.flatten(params)
+        key = structure, tuple((tuple(jnp.shape(leaf)), str(getattr(leaf, "dtype", ""))) for leaf in leaves)
+        if key not in self._plans:
+            self._plans[key] = rules.plan(params, self.mesh, self.rules, transforms=self.transforms)
+        return self._plans[key]
+
+
+def _copied(tree: Any, shardings: Any) -> Any:
+    return jax.tree.map(lambda leaf, sharding: jax.device_put(leaf, sharding, may_alias=False), tree, shardings)

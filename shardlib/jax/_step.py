@@ -1,0 +1,503 @@
+"""A training step of JAX: microbatches, clipping and a loss scale around an optax optimizer, on sharded state."""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from shardlib._plan import LossScale, RulesLike, Transform
+from shardlib.errors import InputError, check_flags
+from shardlib.jax._mesh import shape_of
+from shardlib.jax._phases import OfModel, OfRules, Phases
+from shardlib.rules.trees import name_of_path
+
+if TYPE_CHECKING:
+    from shardlib.jax._compile import Compiled
+
+__all__ = ["TrainState", "TrainStep", "train_step"]
+
+
+class TrainState(NamedTuple):
+    """The state of a training step: a tree of arrays, for orbax to save as it is.
+
+    Attributes:
+        step: the number of updates; steps that a loss scale skipped are not counted.
+        params: the tree of parameters.
+        opt_state: the optimizer's own state.
+        buffers: arrays that the loss changes and no optimizer updates, or None.
+        scale: the state of the loss scale, or None.
+    """
+
+    step: Any
+    params: Any
+    opt_state: Any
+    buffers: Any = None
+    scale: Any = None
+
+
+def train_step(
+    loss_fn: Callable[..., Any],
+    optimizer: Any,
+    rules: Compiled | RulesLike,
+    mesh: Mesh | None = None,
+    *,
+    transforms: Transform | Sequence[Transform] = (),
+    has_aux: bool = False,
+    has_count: bool = False,
+    has_buffers: bool = False,
+    accumulate: int = 1,
+    clip: float | None = None,
+    loss_scale: float | LossScale | None = None,
+    remat: Callable[..., Any] | None = None,
+    donate: bool = True,
+) -> TrainStep:
+    """Return a jitted training step `state, metrics = step(state, batch)`, whose state is sharded and donated.
+
+    `step.init(params)` makes the first state. The step equals the same step on one device with the whole batch.
+
+    Args:
+        loss_fn: `loss_fn(params, batch)` returns the mean loss over the rows of the batch, a scalar. With a key,
+            `step(state, batch, rng=key)`, it is called with `rng=`.
+        optimizer: a transformation of optax.
+        rules: rules on the paths of a tree of parameters, as of `shard_params`; or the function that `compile_model`
+            returned, whose plan lays the parameters out.
+        mesh: a JAX mesh, for rules; a compiled model has its own.
+        transforms: a function from plan to plan, or several, for rules: `zero(1)`, `zero(2)`, `zero(3)`, `fsdp()`,
+            `hsdp()`, and `precision("bf16")`, whose master copy is the state's array. Where the axes that they add
+            divide no dim of an array, it is not split over these axes.
+        has_aux: `loss_fn` returns `(loss, aux)`, as for `jax.grad`. With microbatches, each array in `metrics["aux"]`
+            has a first dim for them.
+        has_count: in place of the mean, `loss_fn` returns `(sum, count)`, such as the number of tokens that are not
+            masked. The step divides by the count of the whole batch.
+        has_buffers: `loss_fn(params, buffers, batch)` returns `(loss, buffers)`, or `(loss, (buffers, aux))`, as
+            BatchNorm needs it; `step.init(params, buffers)` takes the first ones.
+        accumulate: the number of microbatches, which run one after the other. Microbatch i of n has the rows i, i + n,
+            i + 2n and so on, which are on the device that has the batch's rows already.
+        clip: the largest norm of all gradients together, as of `optax.clip_by_global_norm`; `math.inf` only reports
+            the norm.
+        loss_scale: a number, or a `shardlib.transforms.LossScale`, which adapts. A step whose gradients are not finite
+            is skipped. `precision("fp16_naive")` has one.
+        remat: a policy of `jax.checkpoint_policies`, by which the forward's values are kept or recomputed in backward.
+        donate: False keeps the memory of the state that is given.
+
+    Returns:
+        The step. `metrics` is a dict: "loss", before the update; "aux" with `has_aux`, "count" with `has_count`,
+        "grad_norm" before clipping with `clip`, "scale" and "skipped" with a loss scale.
+
+    Raises:
+        InputError: an argument of another kind; later, a loss that is no scalar, a batch that cannot be divided.
+        PlanError: a transform that asks for what only the torch engine does.
+
+    >>> import optax, shardlib.jax as sj
+    >>> def loss_fn(params, batch):
+    ...     return jnp.square(batch["x"] @ params["kernel"] - batch["y"]).mean()
+    >>> step = train_step(loss_fn, optax.adam(1e-2), {"kernel": "in out@tp"}, sj.make_mesh("dp=1,tp=1"), clip=1.0)
+    >>> state = step.init({"kernel": jnp.ones((4, 2))})
+    >>> state, metrics = step(state, {"x": jnp.ones((8, 4)), "y": jnp.zeros((8, 2))})
+    >>> int(state.step), float(metrics["loss"]), state.opt_state[0].mu["kernel"].sharding.spec
+    (1, 16.0, P(None, 'tp'))
+    """
+    check_flags("train_step", InputError, has_aux=has_aux, has_count=has_count, has_buffers=has_buffers, donate=donate)
+    for what, given, wanted in (("loss_fn", loss_fn, "loss_fn(params, batch)"), ("remat", remat, _POLICY)):
+        if not callable(given) and (what == "loss_fn" or given is not None):
+            raise InputError(f"train_step({what}={given!r}) was given; give {wanted}.")
+    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+        raise InputError(f"train_step was given the optimizer {optimizer!r}; give one of optax, as optax.adamw(1e-3).")
+    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
+        raise InputError(f"train_step(accumulate={accumulate!r}) was given; give a number of microbatches from 1 on.")
+    if clip is not None and not _positive(clip):
+        raise InputError(f"train_step(clip={clip!r}) was given; give a positive norm, or None.")
+    phases = _phases_of(rules, mesh, transforms)
+    takes = _Takes(has_aux, has_count, has_buffers)
+    return TrainStep(loss_fn, optimizer, phases, takes, accumulate, clip, _scale_of(loss_scale), remat, donate)
+
+
+_POLICY = "a policy such as jax.checkpoint_policies.dots_with_no_batch_dims_saveable"
+
+
+def _positive(number: Any) -> bool:
+    return isinstance(number, int | float) and not isinstance(number, bool) and number > 0
+
+
+def _phases_of(rules: Any, mesh: Mesh | None, transforms: Any) -> Phases:
+    if _is_compiled(rules):
+        if mesh is not None or transforms:
+            raise InputError(
+                "train_step was given a compiled model, and a mesh or transforms beside it. The model has its own: "
+                "give them to compile_model."
+            )
+        return OfModel(rules)
+    if mesh is None:
+        raise InputError('train_step was given rules and no mesh; give one, as shardlib.jax.make_mesh("dp=2,tp=4").')
+    shape_of(mesh)
+    return OfRules(rules, mesh, transforms)
+
+
+def _is_compiled(rules: Any) -> bool:
+    """Tell whether a model was compiled, which needs torch; rules do not."""
+    module = sys.modules.get("shardlib.jax._compile")
+    return module is not None and isinstance(rules, module.Compiled)
+
+
+def _scale_of(given: Any) -> LossScale | None:
+    if given is None or isinstance(given, LossScale):
+        return given
+    if not _positive(given) or math.isinf(given):
+        raise InputError(
+            f"train_step(loss_scale={given!r}) was given; give a positive number, a shardlib.transforms.LossScale, or "
+            "None."
+        )
+    return LossScale(float(given), 1.0, 1.0, min_scale=float(given), max_scale=float(given))
+
+
+@dataclass(frozen=True)
+class _Takes:
+    """The form of the loss function."""
+
+    aux: bool
+    count: bool
+    buffers: bool
+
+
+class _Found(NamedTuple):
+    """The results of the loss function: a mean with a count of None, or a sum with its count."""
+
+    loss: Any
+    count: Any
+    buffers: Any
+    aux: Any
+
+
+class TrainStep:
+    """The training step that `train_step` returns: `state, metrics = step(state, batch)`."""
+
+    def __init__(
+        self,
+        loss_fn: Callable[..., Any],
+        optimizer: Any,
+        phases: Phases,
+        takes: _Takes,
+        accumulate: int,
+        clip: float | None,
+        scale: LossScale | None,
+        remat: Callable[..., Any] | None,
+        donate: bool,
+    ) -> None:
+        self._loss_fn, self._optimizer, self._phases, self._takes = loss_fn, optimizer, phases, takes
+        self._accumulate, self._clip, self._scale, self._remat = accumulate, clip, scale, remat
+        self._donated = (0,) if donate else ()
+        self._jitted: dict[Any, Any] = {}
+
+    def init(self, params: Any, buffers: Any = None) -> TrainState:
+        """Return the first state, sharded: copies of the parameters, and the optimizer's state.
+
+        Args:
+            params: a tree of arrays or tensors, whole or sharded; for a compiled model the dict that `compile_model`
+                returned.
+            buffers: a tree of arrays, for `has_buffers`.
+        """
+        shardings = self._shardings(params, buffers)
+        placed = self._phases.placed(params)
+        opt_state = jax.jit(self._optimizer.init, out_shardings=shardings.opt_state)(placed)
+        kept = jax.tree.map(lambda leaf, s: jax.device_put(leaf, s, may_alias=False), buffers, shardings.buffers)
+        return jax.device_put(TrainState(_ZERO, placed, opt_state, kept, self._first_scale(params)), shardings)
+
+    def abstract(self, params: Any, buffers: Any = None) -> TrainState:
+        """Return shape, dtype and sharding of every array of the state, as orbax needs them to restore it.
+
+        Args:
+            params: a tree of arrays, or of shapes as `jax.eval_shape` returns them.
+            buffers: likewise.
+
+        >>> import optax, shardlib.jax as sj
+        >>> step = train_step(lambda p, x: (p["w"] * x).sum(), optax.sgd(0.1), {"w": None}, sj.make_mesh("dp=1"))
+        >>> step.abstract({"w": jax.ShapeDtypeStruct((3,), "float32")}).params["w"].shape
+        (3,)
+        """
+        shardings = self._shardings(params, buffers)
+        shapes = jax.eval_shape(self._whole_state, params, buffers)
+        return jax.tree.map(lambda s, at: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=at), shapes, shardings)
+
+    def __call__(self, state: TrainState, batch: Any, *, rng: Any = None) -> tuple[TrainState, dict[str, Any]]:
+        """Return the next state, and metrics.
+
+        Args:
+            state: the state of `init`, or of the step before. Its memory is handed on, so it cannot be used again.
+            batch: a tree of arrays with the rows of the global batch in their first dim. Numbers are for all rows.
+            rng: a key of JAX, another one at each step; each microbatch gets its own one from it.
+        """
+        program = self._program(state)
+        try:
+            return program(state, batch, rng)
+        except (RuntimeError, ValueError) as error:
+            if any(getattr(leaf, "is_deleted", bool)() for leaf in jax.tree.leaves(state)):
+                raise InputError(
+                    "The step was called with a state that an earlier call has used up: go on with the state that it "
+                    "returned, or pass donate=False to train_step."
+                ) from error
+            raise
+
+    def lower(self, state: TrainState, batch: Any, *, rng: Any = None) -> Any:
+        """Lower the step for arrays or shapes, as `jax.jit(...).lower` does; `.compile()` then compiles it."""
+        return self._program(state).lower(state, batch, rng)
+
+    def _program(self, state: Any) -> Any:
+        """Return the jitted step for states of this structure.
+
+        It has shardings of results: with constraints inside instead, XLA's spelling of a sharding would differ from
+        ours, and the second step would be compiled anew.
+        """
+        if not isinstance(state, TrainState):
+            raise InputError(
+                f"The step was called with a state that is a {type(state).__name__}; begin with step.init(params)."
+            )
+        structure = jax.tree.structure(state)
+        if structure not in self._jitted:
+            shardings = self._shardings(state.params, state.buffers), None
+            self._jitted[structure] = jax.jit(self._update, donate_argnums=self._donated, out_shardings=shardings)
+        return self._jitted[structure]
+
+    def _check_buffers(self, buffers: Any) -> None:
+        if (buffers is not None) != self._takes.buffers:
+            raise InputError(
+                "has_buffers=True and buffers belong together: pass has_buffers=True to train_step, and the buffers to "
+                "step.init(params, buffers)."
+            )
+
+    # --- state ------------------------------------------------------------------------------------------------------
+
+    def _shardings(self, params: Any, buffers: Any) -> TrainState:
+        """Return the shardings of a state, for arrays or shapes of its parameters and buffers."""
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+            if hasattr(leaf, "dtype") and not _trainable(leaf.dtype):
+                raise InputError(
+                    f'"{name_of_path(path)}" is an array of {leaf.dtype} among the parameters, and has no gradient. '
+                    "Pass it as a buffer, or in the batch; of flax's modules give the nnx.Param alone."
+                )
+        self._check_buffers(buffers)
+        mesh = self._phases.mesh
+        replicated = NamedSharding(mesh, PartitionSpec())
+        stored = self._phases.shardings(params, "stored")
+        shape = jax.eval_shape(self._whole_state, params, buffers)
+        opt_state = self._phases.of_state(shape.opt_state, params)
+        kept = self._phases.of_buffers(buffers)
+        return TrainState(replicated, stored, opt_state, kept, jax.tree.map(lambda _: replicated, shape.scale))
+
+    def _whole_state(self, params: Any, buffers: Any) -> TrainState:
+        return TrainState(_ZERO, params, self._optimizer.init(params), buffers, self._first_scale(params))
+
+    def _first_scale(self, params: Any) -> dict[str, Any] | None:
+        scale = self._scaler(params)
+        if scale is None:
+            return None
+        return {"scale": jnp.float32(scale.init_scale), "good_steps": jnp.int32(0), "bad_steps": jnp.int32(0)}
+
+    def _scaler(self, params: Any) -> LossScale | None:
+        planned = self._phases.scaler(params)
+        return planned if self._scale is None else self._scale
+
+    # --- a step -----------------------------------------------------------------------------------------------------
+
+    def _update(self, state: TrainState, batch: Any, rng: Any) -> tuple[TrainState, dict[str, Any]]:
+        import optax
+
+        found, grads = self._gradients(state, batch, rng)
+        grads = lax.with_sharding_constraint(grads, self._phases.shardings(state.params, "grad"))
+        metrics = {"loss": found.loss, "aux": found.aux, "count": found.count}
+        finite = None if state.scale is None else _all_finite(grads)
+        if self._clip is not None:
+            metrics["grad_norm"] = norm = _global_norm(grads)
+            grads = jax.tree.map(
+                lambda g: jnp.where(norm < self._clip, g, g * (self._clip / norm)).astype(g.dtype), grads
+            )
+        # Optimizers that read the loss, such as reduce_on_plateau, are given it; others ignore it.
+        update = optax.with_extra_args_support(self._optimizer).update
+        updates, opt_state = update(grads, state.opt_state, state.params, value=found.loss)
+        params = optax.apply_updates(state.params, updates)
+        new = TrainState(state.step + 1, params, opt_state, found.buffers, state.scale)
+        if finite is not None:
+            new = jax.tree.map(functools.partial(jnp.where, finite), new, state)
+            new = new._replace(scale=_next_scale(self._scaler(state.params), state.scale, finite))
+            metrics |= {"scale": state.scale["scale"], "skipped": ~finite}
+        metrics = {name: value for name, value in metrics.items() if value is not None}
+        return new, metrics
+
+    def _gradients(self, state: TrainState, batch: Any, rng: Any) -> tuple[_Found, Any]:
+        """Return what the loss found in the whole batch, and the gradients of its mean."""
+        factor = None if state.scale is None else state.scale["scale"]
+        differentiated = jax.value_and_grad(self._loss, has_aux=True)
+
+        def of(buffers: Any, batch: Any, rng: Any) -> tuple[_Found, Any]:
+            (_, found), grads = differentiated(state.params, buffers, batch, rng, factor)
+            return found, grads
+
+        data = shape_of(self._phases.mesh).data_axes
+        if self._accumulate == 1:
+            found, grads = of(state.buffers, self._rows_over(batch, data, 0), rng)
+            count = found.count
+        else:
+            found, grads = self._summed(of, state, batch, rng)
+            count = self._accumulate if found.count is None else found.count
+        total = count if count is None or isinstance(count, int) else jnp.where(count == 0, 1, count)
+        if total is not None:
+            found = found._replace(loss=found.loss / total)
+        divisor = [each for each in (total, factor) if each is not None]
+        grads = jax.tree.map(lambda g, p: functools.reduce(jnp.divide, divisor, g).astype(p.dtype), grads, state.params)
+        return found, grads
+
+    def _summed(self, of: Callable[..., Any], state: TrainState, batch: Any, rng: Any) -> tuple[_Found, Any]:
+        """Add up microbatches: losses, counts and gradients are sums, aux is stacked."""
+        arrays, numbers, structure = self._divided(batch)
+
+        def one(carry: Any, each: Any) -> Any:
+            (buffers, sums), (index, rows) = carry, each
+            micro = jax.tree.unflatten(structure, [n if r is None else r for r, n in zip(rows, numbers, strict=True)])
+            found, grads = of(buffers, micro, None if rng is None else jax.random.fold_in(rng, index))
+            sums = jax.tree.map(lambda total, grad: total + grad.astype(total.dtype), sums, grads)
+            sums = lax.with_sharding_constraint(sums, grad_shardings)
+            return (found.buffers, sums), (found.loss, found.count, found.aux)
+
+        grad_shardings = self._phases.shardings(state.params, "grad")
+        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, _wide(p.dtype)), state.params)
+        zeros = lax.with_sharding_constraint(zeros, grad_shardings)
+        each = jnp.arange(self._accumulate), arrays
+        (buffers, sums), (losses, counts, aux) = lax.scan(one, (state.buffers, zeros), each)
+        count = None if counts is None else counts.sum()
+        return _Found(losses.sum(), count, buffers, aux), sums
+
+    def _loss(self, params: Any, buffers: Any, batch: Any, rng: Any, factor: Any) -> tuple[Any, _Found]:
+        def called(params: Any, buffers: Any, batch: Any, rng: Any) -> Any:
+            args = (buffers, batch) if self._takes.buffers else (batch,)
+            key = {} if rng is None else {"rng": rng}
+            return self._loss_fn(self._phases.values(params), *args, **key)
+
+        if self._remat is not None:
+            called = jax.checkpoint(called, policy=self._remat)
+        found = _read(called(params, buffers, batch, rng), self._takes, buffers)
+        return found.loss if factor is None else found.loss * factor, found
+
+    def _divided(self, batch: Any) -> tuple[list[Any], list[Any], Any]:
+        """Return the leaves with rows in microbatches, those without rows, and the structure of the batch."""
+        leaves, structure = jax.tree_util.tree_flatten_with_path(batch)
+        n = self._accumulate
+        arrays: list[Any] = []
+        numbers: list[Any] = []
+        rows = {name_of_path(path): leaf.shape[0] for path, leaf in leaves if jnp.ndim(leaf)}
+        if len({*rows.values()}) != 1 or any(count % n for count in rows.values()):
+            raise InputError(
+                f"train_step(accumulate={n}) was given a batch with rows {rows}; every array needs the same number of "
+                f"rows, a multiple of {n}. Close over arrays without rows in loss_fn."
+            )
+        for path, leaf in leaves:
+            if not jnp.ndim(leaf) and hasattr(leaf, "dtype") and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+                raise InputError(
+                    f'A key of JAX was given in the batch, at "{name_of_path(path)}", and all microbatches would draw '
+                    "alike. Pass step(state, batch, rng=key)."
+                )
+            arrays.append(leaf.reshape(-1, n, *leaf.shape[1:]).swapaxes(0, 1) if jnp.ndim(leaf) else None)
+            numbers.append(None if jnp.ndim(leaf) else leaf)
+        return self._rows_over(arrays, shape_of(self._phases.mesh).data_axes, 1), numbers, structure
+
+    def _rows_over(self, batch: Any, axes: tuple[str, ...], dim: int) -> Any:
+        """Divide rows over the data axes, where these divide them; other dims are the partitioner's."""
+        ranks = shape_of(self._phases.mesh).data_ranks
+
+        def divide(leaf: Any) -> Any:
+            if jnp.ndim(leaf) <= dim or leaf.shape[dim] % ranks or not axes:
+                return leaf
+            free = [PartitionSpec.UNCONSTRAINED] * (leaf.ndim - dim - 1)
+            spec = PartitionSpec(*[None] * dim, axes, *free)
+            return lax.with_sharding_constraint(leaf, NamedSharding(self._phases.mesh, spec))
+
+        return jax.tree.map(divide, batch)
+
+
+_ZERO = np.zeros((), np.int32)
+
+
+def _trainable(dtype: Any) -> bool:
+    return bool(jnp.issubdtype(dtype, jnp.inexact)) if not hasattr(dtype, "is_floating_point") else True
+
+
+def _wide(dtype: Any) -> Any:
+    """Return the dtype in which values are summed: at least float32."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def _read(result: Any, takes: _Takes, before: Any) -> _Found:
+    """Read the results of a loss function, and refuse what it should not return."""
+    form = "(sum, count)" if takes.count else "loss"
+    if takes.aux or takes.buffers:
+        second = "(buffers, aux)" if takes.aux and takes.buffers else "aux" if takes.aux else "buffers"
+        form = f"({form}, {second})"
+    loss, buffers, aux, count = result, before, None, None
+    if takes.aux or takes.buffers:
+        loss, second = _pair(loss, form, result)
+        aux = second
+        if takes.buffers:
+            buffers, aux = _pair(second, form, result) if takes.aux else (second, None)
+            _check_kept(before, buffers)
+    if takes.count:
+        loss, count = _pair(loss, form, result)
+    scalars: tuple[Any, ...] = (loss, count) if takes.count else (loss,)
+    for value in scalars:
+        if not hasattr(value, "dtype") or jnp.ndim(value):
+            raise _odd(form, result)
+    if not jnp.issubdtype(loss.dtype, jnp.floating):
+        raise InputError(f"loss_fn returned a loss of {loss.dtype}; a loss is a real number, such as loss.mean().")
+    return _Found(loss.astype(_wide(loss.dtype)), count, buffers, aux)
+
+
+def _pair(value: Any, form: str, result: Any) -> Any:
+    if not isinstance(value, tuple) or len(value) != 2:
+        raise _odd(form, result)
+    return value
+
+
+def _odd(form: str, result: Any) -> InputError:
+    found = jax.tree.map(lambda leaf: jax.typeof(leaf).str_short() if hasattr(leaf, "dtype") else leaf, result)
+    return InputError(
+        f"loss_fn returned {found}, where {form} was expected; a loss, a sum and a count are scalars. has_aux=, "
+        "has_count= and has_buffers= of train_step say what it returns beside the loss."
+    )
+
+
+def _check_kept(before: Any, after: Any) -> None:
+    """Refuse buffers of another structure, shape or dtype than before: the next step could not take them."""
+    was, now = (jax.tree.map(lambda a: (tuple(a.shape), str(a.dtype)), tree) for tree in (before, after))
+    if str(jax.tree.structure(before)) != str(jax.tree.structure(after)) or was != now:
+        raise InputError(
+            f"loss_fn was given the buffers {was} and returned {now}; it must return the same arrays anew."
+        )
+
+
+def _all_finite(tree: Any) -> Any:
+    return jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)]).all()
+
+
+def _global_norm(tree: Any) -> Any:
+    squares = [jnp.square(jnp.abs(leaf.astype(_wide(leaf.dtype)))).sum() for leaf in jax.tree.leaves(tree)]
+    return jnp.sqrt(sum(squares))
+
+
+def _next_scale(settings: LossScale | None, now: Any, finite: Any) -> Any:
+    """Return the state of the loss scale after a step, taken or skipped; see `LossScale`."""
+    assert settings is not None  # the state has a scale
+    scale, good, bad = now["scale"], now["good_steps"] + 1, now["bad_steps"] + 1
+    grows = good >= settings.growth_interval
+    grown = jnp.where(grows, jnp.minimum(scale * settings.growth_factor, settings.max_scale), scale)
+    backs_off = jnp.maximum(scale * settings.backoff_factor, settings.min_scale)
+    backed = jnp.where(bad >= settings.hysteresis, backs_off, scale)
+    taken = {"scale": grown, "good_steps": jnp.where(grows, 0, good), "bad_steps": jnp.where(grows, 0, bad - 1)}
+    skipped = {"scale": backed, "good_steps": jnp.zeros_like(good), "bad_steps": bad}
+    return jax.tree.map(functools.partial(jnp.where, finite), taken, skipped)

@@ -1,0 +1,390 @@
+"""Training steps on eight devices beside the same step written by hand for one. Failures are plain assertions."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import torch
+from torch import nn
+
+import shardlib as sl
+import shardlib.jax as sj
+from shardlib.jax._trees import path_name
+from shardlib.testing import models
+from tests.jax.refusals import raised
+
+__all__ = ["CHECKS", "refused"]
+
+CHECKS: dict[str, Callable[[], None]] = {}
+
+
+def _check(function: Callable[[], None]) -> Callable[[], None]:
+    CHECKS[function.__name__.removeprefix("_").replace("_", " ")] = function
+    return function
+
+
+def _same(
+    step: sj.TrainStep, params: Any, batches: Any, mean_loss: Callable[..., Any], optimizer: Any, start: Any = None
+) -> sj.TrainState:
+    """The step gives losses, parameters and optimizer state of one device, in planned shardings; returns its state.
+
+    Args:
+        step: the step to check.
+        params: its parameters.
+        batches: a batch for each step.
+        mean_loss: `mean_loss(params, batch)` of the whole batch, for one device.
+        optimizer: clips too, if the step does.
+        start: parameters for one device, where they differ.
+    """
+    state = step.init(params)
+    planned = jax.tree.map(lambda shape: shape.sharding, step.abstract(params))
+    own = jax.tree.map(np.asarray, params if start is None else start)
+    opt_state = optimizer.init(own)
+    with jax.default_device(jax.devices()[0]):
+        for batch in batches:
+            state, metrics = step(state, batch)
+            loss, grads = jax.value_and_grad(mean_loss)(own, batch)
+            updates, opt_state = optimizer.update(grads, opt_state, own)
+            own = optax.apply_updates(own, updates)
+            _close(metrics["loss"], loss)
+    jax.tree.map(_close, jax.tree.leaves((state.params, state.opt_state)), jax.tree.leaves((own, opt_state)))
+    assert jax.tree.map(lambda array: array.sharding, state) == planned
+    (program,) = step._jitted.values()
+    assert program._cache_size() == 1, "the second step is compiled anew"
+    return state
+
+
+def _close(got: Any, wanted: Any) -> None:
+    got, wanted = np.asarray(got), np.asarray(wanted)
+    assert got.shape == wanted.shape
+    # Rounding of 1.1e-16, over sums of a hundred terms; a mistake is of order one.
+    assert np.allclose(got, wanted, rtol=1e-12, atol=1e-12), np.abs(got - wanted).max()
+
+
+def _normal(seed: int, *shape: int) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+def _ids(count: int = 2) -> list[jax.Array]:
+    return [jax.random.randint(jax.random.key(seed), (8, 4), 0, 16) for seed in range(count)]
+
+
+# --- a GPT of plain JAX, of flax, of torch ----------------------------------------------------------------------------
+
+
+def _params() -> dict[str, Any]:
+    shapes = {"qkv": (8, 3, 4, 2), "proj": (4, 2, 8), "up": (8, 16), "down": (16, 8)}
+    block = {name: {"kernel": _normal(at, *shape) / 3} for at, (name, shape) in enumerate(shapes.items())}
+    return {"embed": {"table": _normal(9, 16, 8)}, "position": _normal(10, 4, 8), "blocks": [block]}
+
+
+_RULES = sl.Rules(
+    {
+        "qkv.kernel": "in qkv heads@tp head",
+        "proj.kernel": "heads@tp head out",
+        "up.kernel": "in out@tp",
+        "down.kernel": "in@tp out",
+        "embed.table": "vocab@tp embed",
+    },
+    unmatched="replicate",
+)
+
+
+def _logits(params: Any, ids: Any) -> Any:
+    x = params["embed"]["table"][ids] + params["position"]
+    for block in params["blocks"]:
+        q, k, v = jnp.moveaxis(jnp.einsum("bte,eqhd->bqhtd", x, block["qkv"]["kernel"]), 1, 0)
+        causal = jnp.tril(jnp.ones((4, 4), bool))
+        scores = jnp.where(causal, q @ k.swapaxes(-1, -2), -jnp.inf)
+        x = x + jnp.einsum("bhtd,hde->bte", jax.nn.softmax(scores) @ v, block["proj"]["kernel"])
+        x = x + jnp.tanh(x @ block["up"]["kernel"]) @ block["down"]["kernel"]
+    return x @ params["embed"]["table"].T
+
+
+# Keys' biases have no gradient but rounding, which Adam would divide by itself.
+_SGD = optax.sgd(0.1, momentum=0.9)
+
+
+def _losses(logits: Any, ids: Any) -> Any:
+    return optax.losses.softmax_cross_entropy_with_integer_labels(logits[:, :-1], ids[:, 1:])
+
+
+def _gpt_loss(params: Any, ids: Any) -> Any:
+    return _losses(_logits(params, ids), ids).mean()
+
+
+@_check
+def _a_gpt_of_plain_jax() -> None:
+    """With microbatches, clipping, a loss scale and recomputation."""
+    adamw = optax.adamw(1e-2)
+    step = sj.train_step(
+        _gpt_loss,
+        adamw,
+        _RULES,
+        sj.make_mesh("dp=2,tp=4"),
+        transforms=[sl.zero(2)],
+        accumulate=2,
+        clip=0.3,
+        loss_scale=1024.0,
+        remat=jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    )
+    # A state of the chain is the clipping's, which is empty, and adamw's.
+    state = _same(step, _params(), _ids(), _gpt_loss, optax.chain(optax.clip_by_global_norm(0.3), adamw))
+    mu = state.opt_state[0].mu
+    assert mu["blocks"][0]["up"]["kernel"].sharding.spec == jax.P("dp", "tp")
+    assert state.params["blocks"][0]["up"]["kernel"].sharding.spec == jax.P(None, "tp")
+    assert int(state.step) == 2 and float(state.scale["scale"]) == 1024
+
+
+@_check
+def _a_gpt_of_flax() -> None:
+    from flax import nnx
+
+    class Block(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            options: Any = {"param_dtype": jnp.float64, "rngs": rngs}
+            self.qkv = nnx.LinearGeneral(8, (3, 4, 2), **options)
+            self.proj = nnx.LinearGeneral((4, 2), 8, axis=(-2, -1), **options)
+            self.up, self.down = nnx.Linear(8, 16, **options), nnx.Linear(16, 8, **options)
+
+    class GPT(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.embed = nnx.Embed(16, 8, param_dtype=jnp.float64, rngs=rngs)
+            self.blocks = nnx.List([Block(rngs)])
+
+        def __call__(self, ids: Any) -> Any:
+            x = self.embed(ids)
+            for block in self.blocks:
+                q, k, v = jnp.moveaxis(block.qkv(x), 2, 0)
+                scores = jnp.where(jnp.tril(jnp.ones((4, 4), bool)), jnp.einsum("bqhd,bkhd->bhqk", q, k), -jnp.inf)
+                x = x + block.proj(jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v))
+                x = x + block.down(jnp.tanh(block.up(x)))
+            return self.embed.attend(x)
+
+    split: Any = nnx.split(GPT(nnx.Rngs(0)), nnx.Param, ...)
+    graph, params, rest = split
+
+    def loss_fn(params: Any, ids: Any) -> Any:
+        model: Any = nnx.merge(graph, params, rest)
+        return _losses(model(ids), ids).mean()
+
+    layouts = {"embed": "vocab@tp embed", "down": "in@tp out", "up": "in out@tp", "proj": "heads@tp head embed"}
+    rules = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        name = path_name(path)
+        found = [layout for part, layout in layouts.items() if part in name.split(".")]
+        rules[f"^{name}"] = found[0] if found and leaf.ndim > 1 else None
+    step = sj.train_step(loss_fn, _SGD, rules, sj.make_mesh("dp=2,tp=4"), transforms=[sl.zero(3)])
+    state = _same(step, params, _ids(), loss_fn, _SGD)
+    kernel = state.params["blocks"][0]["up"]["kernel"].get_value()
+    assert kernel.sharding.spec == jax.P("dp", "tp")
+    assert isinstance(state.params, nnx.State) and isinstance(state.opt_state[0].trace, nnx.State)
+
+
+@_check
+def _a_gpt_of_torch_with_as_many_tokens_as_its_mask_says() -> None:
+    """Microbatches have different numbers of tokens: the loss is the mean over all."""
+    model = models.Transformer(vocab=16, heads=4, head=4, layers=1, fused=True).double()
+    rules = models.rules_for(model)
+    fn, params = sj.compile_model(model, sj.make_mesh("dp=2,tp=4"), rules, transforms=[sl.zero(1)])
+    one, start = sj.compile_model(
+        model, sj.make_mesh("dp=1", devices=jax.devices()[:1]), sl.Rules({}, unmatched="replicate")
+    )
+    weights = jnp.arange(1.0, 25.0).reshape(8, 3) % 5 > 1
+
+    def summed(model: Any, params: Any, batch: Any) -> Any:
+        ids, weight = batch
+        return (_losses(model(params, ids), ids) * weight).sum(), weight.sum()
+
+    def mean(params: Any, batch: Any) -> Any:
+        total, count = summed(one, params, batch)
+        return total / count
+
+    step = sj.train_step(functools.partial(summed, fn), _SGD, fn, has_count=True, accumulate=4)
+    batches = [(ids, weights) for ids in _ids()]
+    state = step.init(params)
+    planned = jax.tree.map(lambda shape: shape.sharding, step.abstract(params))
+    opt_state, programs = _SGD.init(start), jax.jit(jax.value_and_grad(mean))
+    for batch in batches:
+        state, metrics = step(state, batch)
+        loss, grads = programs(start, batch)
+        updates, opt_state = _SGD.update(grads, opt_state, start)
+        start = optax.apply_updates(start, updates)
+        _close(metrics["loss"], loss)
+        assert int(metrics["count"]) == int(weights.sum())
+    got, wanted = fn.to_torch(state.params), one.to_torch(start)
+    for name, tensor in got.items():
+        _close(tensor, wanted[name])
+    assert jax.tree.map(lambda array: array.sharding, state) == planned
+
+
+# --- what a step may do ---------------------------------------------------------------------------------------------
+
+
+def _square(params: Any, batch: Any) -> Any:
+    return jnp.square(batch["x"] @ params["kernel"] - batch["y"]).mean()
+
+
+_KERNEL: dict[str, Any] = {"kernel": "in out@tp"}
+
+
+def _batch() -> dict[str, Any]:
+    return {"x": _normal(1, 8, 4), "y": _normal(2, 8, 4)}
+
+
+@_check
+def _a_step_is_scanned_and_lowered_as_any_function() -> None:
+    step = sj.train_step(_square, optax.sgd(0.1), _KERNEL, sj.make_mesh("dp=2,tp=4"))
+    params = {"kernel": _normal(0, 4, 4)}
+    batches = [_batch(), jax.tree.map(lambda leaf: leaf + 1, _batch())]
+    first, scanned = step.init(params), step.init(params)
+    state = first
+    program = step.lower(state, batches[0]).compile()
+    losses = []
+    for batch in batches:
+        state, metrics = program(state, batch, None)
+        losses.append(metrics["loss"])
+    assert first.params["kernel"].is_deleted() and not params["kernel"].is_deleted()
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *batches)
+    scanned, metrics = jax.jit(lambda state, batches: jax.lax.scan(step, state, batches))(scanned, stacked)
+    _close(metrics["loss"], jnp.stack(losses))
+    _close(scanned.params["kernel"], state.params["kernel"])
+    told = raised(lambda: step(first, batches[0]))
+    assert "a state that an earlier call has used up" in told and "donate=False" in told, told
+
+
+@_check
+def _aux_is_stacked_and_each_microbatch_has_its_key() -> None:
+    def loss_fn(params: Any, batch: Any, rng: Any) -> Any:
+        return _square(params, batch), {"key": jax.random.key_data(rng), "x": batch["x"]}
+
+    mesh = sj.make_mesh("dp=2,tp=4")
+    step = sj.train_step(loss_fn, optax.sgd(0.1), _KERNEL, mesh, has_aux=True, accumulate=4)
+    batch = {**_batch(), "factor": 2.0}
+    _, metrics = step(step.init({"kernel": _normal(0, 4, 4)}), batch, rng=jax.random.key(0))
+    assert len({*map(tuple, np.asarray(metrics["aux"]["key"]).tolist())}) == 4
+    _close(metrics["aux"]["x"][1], batch["x"][1::4])
+
+
+@_check
+def _an_optimizer_that_reads_the_loss_is_given_it() -> None:
+    optimizer = optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=1, factor=0.5))
+    step = sj.train_step(_square, optimizer, _KERNEL, sj.make_mesh("dp=2,tp=4"))
+    state, metrics = step(step.init({"kernel": _normal(0, 4, 4)}), _batch())
+    _close(state.opt_state[1].best_value, metrics["loss"])
+
+
+@_check
+def _buffers_are_those_of_the_whole_batch() -> None:
+    model = models.ConvNet().double()
+    fn, params = sj.compile_model(model, sj.make_mesh("dp=2,tp=4"), models.rules_for(model))
+
+    def loss_fn(params: Any, buffers: Any, x: Any) -> Any:
+        y, buffers = fn.apply(params, buffers, x)
+        return jnp.square(y).mean(), (buffers, y.shape[0])
+
+    step = sj.train_step(loss_fn, optax.sgd(0.1), fn, has_buffers=True, has_aux=True)
+    x = torch.randn(8, 3, 6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    state, metrics = step(step.init(params, fn.buffers), x.numpy())
+    loss = model(x).square().mean()
+    loss.backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    _close(metrics["loss"], loss.detach().numpy())
+    wanted = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    for name, value in fn.to_torch({**state.params, **state.buffers}).items():
+        _close(value, wanted[name].detach())
+    assert metrics["aux"] == 8
+
+
+@_check
+def _a_step_whose_gradients_overflow_is_skipped() -> None:
+    def loss_fn(params: Any, batch: Any) -> Any:
+        assert params["kernel"].dtype == jnp.float16
+        return (batch["x"] @ params["kernel"]).astype(jnp.float32).mean()
+
+    scale = sl.transforms.LossScale(2.0**17, growth_interval=2)
+    low = sl.precision("fp16_naive", scaler=scale)
+    step = sj.train_step(loss_fn, optax.adam(0.5), _KERNEL, sj.make_mesh("dp=2,tp=4"), transforms=[sl.zero(1), low])
+    state = step.init({"kernel": jnp.ones((4, 4), jnp.float32)})
+    x = jnp.full((8, 4), 2.5, jnp.float16)
+    seen = []
+    for _ in range(5):
+        state, metrics = step(state, {"x": x})
+        seen.append(
+            (bool(metrics["skipped"]), float(metrics["scale"]), int(state.step), float(state.params["kernel"].max()))
+        )
+        assert state.params["kernel"].dtype == state.opt_state[0].mu["kernel"].dtype == jnp.float32
+    # The gradient of each weight is 2.5 / 4 times the scale; float16 ends at 65504.
+    skipped, scales, steps, values = zip(*seen, strict=True)
+    assert skipped == (True, False, False, True, False), seen
+    assert scales == (2.0**17, 2.0**16, 2.0**16, 2.0**17, 2.0**16), seen
+    assert steps == (0, 1, 2, 2, 3), seen
+    assert np.allclose(values, (1, 0.5, 0, 0, -0.5), atol=1e-3), seen
+
+
+@_check
+def _added_axes_go_to_a_dim_that_they_divide() -> None:
+    rules = sl.Rules({}, unmatched="replicate")
+    step = sj.train_step(
+        lambda p, x: x.sum(), optax.sgd(0.1, 0.9), rules, sj.make_mesh("dp=8"), transforms=[sl.zero(1)]
+    )
+    shapes = {"table": (257, 16), "odd": (3, 5), "tiny": (), "even": (16, 3)}
+    found = step.abstract({name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in shapes.items()})
+    specs = {name: str(array.sharding.spec) for name, array in found.opt_state[0].trace.items()}
+    assert specs == {"table": "P(None, 'dp')", "odd": "P(None, None)", "tiny": "P()", "even": "P('dp', None)"}, specs
+
+
+# --- refusals -------------------------------------------------------------------------------------------------------
+
+
+def refused() -> dict[str, str]:
+    """What is raised for each wrong thing."""
+    mesh, sgd, params = sj.make_mesh("dp=2,tp=4"), optax.sgd(0.1), {"kernel": jnp.ones((4, 4))}
+    fn, own = sj.compile_model(nn.Linear(4, 4), mesh, {"*": None})
+
+    def made(loss_fn: Any = _square, optimizer: Any = sgd, **options: Any) -> Any:
+        return sj.train_step(loss_fn, optimizer, _KERNEL, mesh, **options)
+
+    def called(loss_fn: Any, batch: Any = None, **options: Any) -> Any:
+        step = made(loss_fn, **options)
+        return step(step.init(params), _batch() if batch is None else batch)
+
+    model = sj.train_step(_square, sgd, fn)
+    calls: dict[str, Callable[[], Any]] = {
+        "optimizer": lambda: made(optimizer="adam"),
+        "loss_fn": lambda: made(loss_fn=3),
+        "remat": lambda: made(remat="dots"),
+        "accumulate": lambda: made(accumulate=0),
+        "clip": lambda: made(clip=-1.0),
+        "scale": lambda: made(loss_scale="dynamic"),
+        "flag": lambda: made(has_aux="no"),
+        "mesh": lambda: sj.train_step(_square, sgd, _KERNEL),
+        "two meshes": lambda: sj.train_step(_square, sgd, fn, mesh),
+        "setting": lambda: called(_square, transforms=[sl.accumulate(2)]),
+        "integers": lambda: made().init({"kernel": jnp.ones((4, 4), int)}),
+        "missing": lambda: model.init({"weight": own["weight"]}),
+        "strange": lambda: model.init({**own, "wieght": own["weight"]}),
+        "shape": lambda: model.init({**own, "weight": jnp.ones(3)}),
+        "tree": lambda: model.init([own["weight"]]),
+        "state": lambda: made()(params, _batch()),
+        "vector": lambda: called(lambda p, b: b["x"]),
+        "pair": lambda: called(lambda p, b: (b["x"].sum(), b["y"].sum())),
+        "no pair": lambda: called(_square, has_count=True),
+        "integer loss": lambda: called(lambda p, b: jnp.int32(1)),
+        "rows": lambda: called(_square, {"x": jnp.ones((6, 4)), "y": jnp.ones((6, 4))}, accumulate=4),
+        "key": lambda: called(_square, {**_batch(), "key": jax.random.key(0)}, accumulate=2),
+        "buffers": lambda: made(has_buffers=True).init(params),
+        "changed buffers": lambda: _with_buffers(made),
+    }
+    return {name: raised(call) for name, call in calls.items()}
+
+
+def _with_buffers(made: Callable[..., Any]) -> None:
+    step = made(lambda p, buffers, b: (_square(p, b), {"n": buffers["n"] + 0.5}), has_buffers=True)
+    step(step.init({"kernel": jnp.ones((4, 4))}, {"n": jnp.zeros((), jnp.int32)}), _batch())
