@@ -382,7 +382,7 @@ def test_a_loss_that_is_zero_in_exact_arithmetic(mesh: str):
 @pytest.mark.parametrize(("model", "dtype"), [(mlp, torch.float64), (LossInFloat32, torch.float32)])
 def test_the_dtype_that_batches_are_made_in_is_not_the_models(model: Callable[[], nn.Module], dtype: torch.dtype):
     assert rows(0).dtype is torch.float32
-    assert compare._moved_by_rounding(Case(model, rows, MeshShape("tp=2"), steps=1))[0] is dtype
+    assert compare._errors_of_rounding(Case(model, rows, MeshShape("tp=2"), steps=1))[0] is dtype
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
