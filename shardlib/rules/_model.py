@@ -53,6 +53,11 @@ class ModelIndex:
             self._first.setdefault(id(module), name)
         self.leaves = self._read_leaves()
 
+    @property
+    def kind(self) -> str:
+        """What the model is called in a message."""
+        return "the tree" if isinstance(self.model, TreeNode) else type(self.model).__qualname__
+
     def module_name(self, module: nn.Module) -> str:
         return self._first[id(module)]
 

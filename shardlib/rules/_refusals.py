@@ -98,7 +98,7 @@ def _only_containers(entry: Entry, container: str, index: ModelIndex) -> RuleErr
 def _matches_nothing(entry: Entry, index: ModelIndex) -> RuleError:
     sides = " A key that ends in .input or .output names an activation of a module." if border_key(entry.key) else ""
     return RuleError(
-        f"Rule {entry} matches nothing in {type(index.model).__qualname__}, which has "
+        f"Rule {entry} matches nothing in {index.kind}, which has "
         f"{summary(_shapes(index))}.{sides} Correct the pattern, remove the rule, or list it in "
         f"optional=(...).{_nearest(entry.key, index)}"
     )

@@ -124,7 +124,7 @@ def _about(resolver: Resolver, resolution: Resolution, name: str, mesh: MeshShap
     else:
         known = (*index.leaf, *index.modules)
         raise RuleError(
-            f'"{name}" is not a parameter, buffer or module of {type(index.model).__qualname__}, which has '
+            f'"{name}" is not a parameter, buffer or module of {index.kind}, which has '
             f"{len(index.leaf)} tensors in {len(index.modules)} modules. Give a full name.{nearest(name, known)}"
         )
 

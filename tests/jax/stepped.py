@@ -15,7 +15,6 @@ from torch import nn
 
 import shardlib as sl
 import shardlib.jax as sj
-from shardlib.jax._trees import path_name
 from shardlib.testing import models
 from tests.jax.refusals import raised
 
@@ -175,11 +174,8 @@ def _a_gpt_of_flax() -> None:
         return _losses(model(ids), ids).mean()
 
     layouts = {"embed": "vocab@tp embed", "down": "in@tp out", "up": "in out@tp", "proj": "heads@tp head embed"}
-    rules = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        name = path_name(path)
-        found = [layout for part, layout in layouts.items() if part in name.split(".")]
-        rules[f"^{name}"] = found[0] if found and leaf.ndim > 1 else None
+    rules = {f"{part}.{key}": layout for part, layout in layouts.items() for key in ("kernel", "embedding")}
+    rules = sl.Rules(rules, optional=tuple(rules), unmatched="replicate")
     step = sj.train_step(loss_fn, _SGD, rules, sj.make_mesh("dp=2,tp=4"), transforms=[sl.zero(3)])
     state = _same(step, params, _ids(), loss_fn, _SGD)
     kernel = state.params["blocks"][0]["up"]["kernel"].get_value()
