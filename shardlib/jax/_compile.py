@@ -20,6 +20,7 @@ from shardlib.errors import InputError, PlanError, nearest
 from shardlib.jax import _lowerings
 from shardlib.jax._bits import to_numpy
 from shardlib.jax._borders import Constraints
+from shardlib.jax._context import refuse_explicit
 from shardlib.jax._dtypes import as_dtype, refuse_narrowed, torch_dtype, x64
 from shardlib.jax._export import Around, Graph, export
 from shardlib.jax._interpreter import run
@@ -262,6 +263,7 @@ class Compiled:
     def _run(
         self, params: Arrays, buffers: Arrays, args: tuple[Any, ...], kwargs: dict[str, Any], rng: Any
     ) -> tuple[Any, Arrays]:
+        refuse_explicit("A compiled model")
         arrays = self._checked(params, buffers)
         leaves, structure = _flat_arguments(args, kwargs)
         graph = self._graph(leaves, structure)
@@ -355,6 +357,12 @@ def _dtype_of(leaf: Any) -> torch.dtype:
 
 
 def _example(leaf: Any) -> Any:
+    if _is_array(leaf) and not all(isinstance(size, int) for size in leaf.shape):
+        raise InputError(
+            f"The model was given an array of symbolic shape {tuple(leaf.shape)}; torch.export makes a graph for each "
+            "shape. Export a program for each number of rows: jax.export.export(jax.jit(fn))(fn.abstract(), "
+            "jax.ShapeDtypeStruct((8, ...), dtype))."
+        )
     return torch.zeros(tuple(leaf.shape), dtype=_dtype_of(leaf)) if _is_array(leaf) else leaf
 
 
