@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec, get_abstract_mesh
 
 from shardlib.errors import InputError
 
-__all__ = ["constrained", "moved", "refuse_explicit"]
+__all__ = ["MOVED", "constrained", "moved", "refuse_explicit"]
 
 
 def constrained(value: Any, sharding: NamedSharding) -> Any:
@@ -61,7 +61,8 @@ def _among(entry: Any, free: set[Any]) -> Any:
 
 # A primitive, because JAX has no other linear function whose transpose is chosen and which can be batched: a
 # custom_vjp refuses jvp, and linear_call refuses vmap.
-_moved = Primitive("shardlib_moved")
+MOVED = "shardlib_moved"
+_moved = Primitive(MOVED)
 
 
 @_moved.def_impl

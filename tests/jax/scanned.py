@@ -70,6 +70,8 @@ class Stack(nn.Module):
 
 
 class Block(nn.Module):
+    count: torch.Tensor
+
     def __init__(self, relative: bool) -> None:
         super().__init__()
         self.up, self.down, self.drop = nn.Linear(8, 16), nn.Linear(16, 8), nn.Dropout(0.5)
