@@ -3,11 +3,14 @@
     python benchmarks/jax_engine.py                         # one device
     python benchmarks/jax_engine.py --mesh dp=2,tp=2        # pretended CPU devices
     python benchmarks/jax_engine.py --quick --json out.json
+    python benchmarks/jax_engine.py --depths 4,16,48        # also compilation, unrolled and with scan=True
 
 All are jitted and take the same training step (forward, backward, optax's AdamW) from the same parameters, turn about
 in one process: what slows one round slows all. Reported are medians, the median and the middle half of the ratios of
 single rounds, and what XLA counts in each program, which no other process disturbs; then what is paid once: import,
 export, tracing and XLA's compiling. Losses of three steps must agree. flax is left out where it is not installed.
+`train_step` is shardlib's step: around the compiled model, and around the plain one by rules. Compilation at several
+depths is in seconds of processor time.
 """
 
 from __future__ import annotations
@@ -39,6 +42,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--width", type=int, default=256)
     p.add_argument("--rows", type=int, default=8)
     p.add_argument("--context", type=int, default=64)
+    p.add_argument("--depths", default="")
     return p
 
 
@@ -145,6 +149,15 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         result.setdefault("flops", {})[name] = program.cost_analysis()["flops"]
         programs[name] = functools.partial(program, own, state, ids, targets)
         losses[name] = three_losses(step, own, state, ids, targets)
+    for name, step in our_steps(fn, params, optimizer, mesh, heads).items():
+        begun = step.init(params)
+        program = step.lower(begun, (ids, targets)).compile()
+        result["flops"][name] = program.cost_analysis()["flops"]
+        programs[name] = functools.partial(program, begun, (ids, targets), None)
+        losses[name] = []
+        for _ in range(3):
+            begun, metrics = step(begun, (ids, targets))
+            losses[name].append(float(metrics["loss"]))
     if any(abs(a - b) > 1e-5 for each in losses.values() for a, b in zip(each, losses["plain"], strict=True)):
         raise SystemExit(f"They are different models: losses {losses}")
     rounds: dict[str, list[float]] = {name: [] for name in programs}
@@ -156,7 +169,57 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     result["against"] = {
         name: compared(rounds["interpreted"], rounds[name]) for name in variants if name != "interpreted"
     }
+    result["train_step"] = {
+        f"{ours} / {name}": compared(rounds[ours], rounds[name])
+        for ours in ("train_step", "train_step by rules")
+        for name in ("plain", "flax")
+        if name in rounds
+    }
+    result["depths"] = {depth: compilation(args, int(depth)) for depth in args.depths.split(",") if depth}
     return result
+
+
+def our_steps(fn: Any, params: Any, optimizer: Any, mesh: Any, heads: int) -> dict[str, Any]:
+    """shardlib's step of the compiled model, and of the plain one with the same layouts; they keep their state."""
+    import shardlib.jax as sj
+
+    rules = {f"^{name}": sj.from_named_sharding(array.sharding, array.ndim) for name, array in params.items()}
+
+    def plain(p: Any, batch: Any) -> Any:
+        return loss_of(plain_gpt(p, batch[0], heads), batch[1])
+
+    def compiled(p: Any, batch: Any) -> Any:
+        return loss_of(fn(p, batch[0]), batch[1])
+
+    return {
+        "train_step": sj.train_step(compiled, optimizer, fn, donate=False),
+        "train_step by rules": sj.train_step(plain, optimizer, rules, mesh, donate=False),
+    }
+
+
+def compilation(args: argparse.Namespace, depth: int) -> dict[str, dict[str, float]]:
+    """Seconds of processor time to export, trace and compile a loss and its gradients, unrolled and scanned."""
+    import jax
+    import torch
+    from gpt import GPT, GPTConfig
+
+    import shardlib.jax as sj
+
+    model = GPT(GPTConfig(context=args.context, n_layer=depth, n_head=8, d_model=args.width))
+    ids = torch.zeros(args.rows, args.context, dtype=torch.int64)
+    found = {}
+    for name, scan in (("unrolled", False), ("scanned", True)):
+        fn, params = sj.compile_model(model, sj.make_mesh(args.mesh), scan=scan)
+        program = jax.jit(jax.value_and_grad(lambda p, fn=fn: loss_of(fn(p, ids), ids.numpy())))
+        start = time.process_time()
+        fn.prepare(ids)
+        exported = time.process_time()
+        lowered = program.lower(params)
+        traced = time.process_time()
+        lowered.compile()
+        taken = {"export": exported - start, "trace": traced - exported, "compile": time.process_time() - traced}
+        found[name] = {**taken, "lines": float(lowered.as_text().count("\n"))}
+    return found
 
 
 def run(program: Callable[[], Any]) -> Any:
@@ -201,6 +264,13 @@ def show(result: dict[str, Any]) -> None:
             f"interpreted / {name}: a step {written(found)}, operations counted by XLA {counted:.3f}",
             soft_wrap=True,
         )
+    for name, found in result["train_step"].items():
+        counted = math.prod(result["flops"][each] ** at for each, at in zip(name.split(" / "), (1, -1), strict=True))
+        console.print(f"{name}: a step {written(found)}, operations counted by XLA {counted:.3f}", soft_wrap=True)
+    for depth, each in result["depths"].items():
+        for name, found in each.items():
+            told = ", ".join(f"{what} {number:.1f}" for what, number in found.items())
+            console.print(f"{depth} layers, {name}: {told}", soft_wrap=True)
 
 
 def main() -> None:

@@ -14,11 +14,11 @@ from typing import Any
 
 import jax.numpy as jnp
 import torch
-from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardlib._mesh_shape import MeshShape
 from shardlib.errors import InputError, LayoutError
+from shardlib.jax._context import constrained
 from shardlib.jax._export import Graph, module_path
 from shardlib.jax._fused import Fused
 from shardlib.layout import Layout
@@ -99,7 +99,7 @@ class Constraints:
             PartitionSpec.UNCONSTRAINED if n % count else (each or None)
             for n, count, each in zip(value.shape, pieces, axes, strict=True)
         ]
-        return lax.with_sharding_constraint(value, NamedSharding(self.mesh, PartitionSpec(*entries)))
+        return constrained(value, NamedSharding(self.mesh, PartitionSpec(*entries)))
 
 
 def _depth(node: torch.fx.Node, border: Border) -> int:

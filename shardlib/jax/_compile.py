@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,14 +17,16 @@ from torch.distributed.tensor import DTensor
 from shardlib import _plan
 from shardlib._plan import Phase, Plan, RulesLike, Transform
 from shardlib.engine._torch import copied_with, pytree
-from shardlib.errors import InputError, PlanError, nearest
+from shardlib.errors import InputError, PlanError, check_flags, nearest
 from shardlib.jax import _lowerings
 from shardlib.jax._bits import to_numpy
 from shardlib.jax._borders import Constraints
+from shardlib.jax._context import refuse_explicit
 from shardlib.jax._dtypes import as_dtype, refuse_narrowed, torch_dtype, x64
 from shardlib.jax._export import Around, Graph, export
 from shardlib.jax._interpreter import run
 from shardlib.jax._mesh import shape_of
+from shardlib.jax._scan import Run, find_runs
 from shardlib.jax._storage import Storage, storage_of
 from shardlib.jax.rules import refuse_settings
 
@@ -41,6 +44,7 @@ def compile_model(
     transforms: Transform | Sequence[Transform] = (),
     example: Any = None,
     matmul_precision: str | None = "highest",
+    scan: bool = False,
 ) -> tuple[Compiled, Arrays]:
     """Convert a plain module to a pure JAX function, and its parameters to sharded arrays.
 
@@ -60,6 +64,9 @@ def compile_model(
             first call.
         matmul_precision: precision of products on accelerators, see `jax.default_matmul_precision`; None leaves it to
             JAX.
+        scan: run repeated blocks that are alike as one body, by `jax.lax.scan` over their stacked parameters. The time
+            of XLA's compilation then hardly grows with depth. Parameters keep their names and arrays; they are stacked
+            at each call, which copies them.
 
     Returns:
         The function (see `Compiled`), and a dict from names to arrays of the trained parameters. An array has the shape
@@ -69,7 +76,8 @@ def compile_model(
     Raises:
         PlanError: the plan needs a feature of the torch engine only (a pipeline, offload, loss scaling, ...); an op has
             no lowering; the model cannot be exported.
-        InputError: its forward depends on values of tensors; it is of float64 and jax_enable_x64 is off.
+        InputError: its forward depends on values of tensors; it is of float64 and jax_enable_x64 is off; `scan`
+            finds no two consecutive blocks alike.
         MeshError, RuleError, LayoutError: mesh and rules do not fit the model.
 
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
@@ -78,6 +86,7 @@ def compile_model(
     >>> jax.jit(fn)(params, jnp.ones((2, 4))).shape, params["0.weight"].sharding.spec
     ((2, 4), P('tp', None))
     """
+    check_flags("compile_model", InputError, scan=scan)
     shape = shape_of(mesh)
     if any(isinstance(tensor, DTensor) for tensor in (*model.parameters(), *model.buffers())):
         raise PlanError("The model is sharded already; compile the single-device model, before shard_model.")
@@ -85,7 +94,7 @@ def compile_model(
     refuse_settings(plan)
     stored = {row.name: storage_of(row, mesh, shape) for row in plan.rows}
     compiled = Compiled(
-        structure_of(model, plan), plan, mesh, stored, _values_of(model, stored, plan), matmul_precision
+        structure_of(model, plan), plan, mesh, stored, _values_of(model, stored, plan), matmul_precision, scan
     )
     params = {row.name: compiled._first.pop(row.name) for row in plan.rows if row.requires_grad}
     compiled.buffers.update(compiled._first)
@@ -123,12 +132,13 @@ class Compiled:
         stored: Mapping[str, Storage],
         first: Arrays,
         matmul_precision: str | None,
+        scan: bool = False,
     ) -> None:
         self.plan: Plan = plan
         self.mesh = mesh
         self.buffers: Arrays = {}
         self._model, self._stored, self._first = model, stored, first
-        self._precision = matmul_precision
+        self._precision, self._scan = matmul_precision, scan
         self._graphs: dict[Any, Graph] = {}
 
     def __call__(self, params: Arrays, *args: Any, rng: Any = None, **kwargs: Any) -> Any:
@@ -181,7 +191,7 @@ class Compiled:
         True
         """
         model = Around(function, self._model)
-        made = Compiled(model, self.plan, self.mesh, self._stored, {}, self._precision)
+        made = Compiled(model, self.plan, self.mesh, self._stored, {}, self._precision, self._scan)
         made.buffers = self.buffers
         return made
 
@@ -244,6 +254,7 @@ class Compiled:
     def _run(
         self, params: Arrays, buffers: Arrays, args: tuple[Any, ...], kwargs: dict[str, Any], rng: Any
     ) -> tuple[Any, Arrays]:
+        refuse_explicit("A compiled model")
         arrays = self._checked(params, buffers)
         leaves, structure = _flat_arguments(args, kwargs)
         graph = self._graph(leaves, structure)
@@ -256,11 +267,26 @@ class Compiled:
         rows = next((leaf.shape[0] for leaf in given if leaf.ndim), 0)
         constraints = Constraints(graph, self.plan.borders, self.mesh, self.plan.mesh, rows)
         batch = iter([constraints.on_batch(leaf) for leaf in given])
-        values = {name: stored.value(arrays[name]) for name, stored in self._stored.items()}
-        inputs = {}
+        runs = self._runs(graph, constraints) if self._scan else []
+        stacked = _stacked_alone(runs)
+
+        def stored(node: torch.fx.Node) -> tuple[Any, Storage | None]:
+            source = graph.sources[node]
+            if source.kind == "constant":
+                return jnp.asarray(to_numpy(source.value)), None
+            name = self.plan[source.name].name
+            return arrays[name], self._stored[name]
+
+        values: Arrays = {}
+        inputs: dict[torch.fx.Node, Any] = {}
         for node, source in graph.sources.items():
+            if node in stacked:
+                continue
             if source.kind == "tensor":
-                inputs[node] = values[self.plan[source.name].name]
+                name = self.plan[source.name].name
+                if name not in values:
+                    values[name] = self._stored[name].value(arrays[name])
+                inputs[node] = values[name]
             elif source.kind == "constant":
                 inputs[node] = jnp.asarray(to_numpy(source.value))
             elif isinstance(node.meta.get("val"), torch.Tensor):
@@ -268,10 +294,27 @@ class Compiled:
             else:
                 inputs[node] = node.meta.get("val")
         with jax.default_matmul_precision(self._precision):
-            results, changed = run(graph, inputs, constraints, rng)
+            results, changed = run(graph, inputs, constraints, rng, runs, stored)
         kept = {self.plan[name].name: value for name, value in changed.items()}
         outputs = _plain(pytree.tree_unflatten(results, graph.structure))
         return outputs, {name: self._stored[name].kept(value) for name, value in kept.items()}
+
+    def _runs(self, graph: Graph, constraints: Constraints) -> list[Run]:
+        def form(node: torch.fx.Node) -> Any:
+            source = graph.sources[node]
+            if source.kind == "constant":
+                return str(source.value.dtype), tuple(source.value.shape)
+            return dataclasses.replace(self._stored[self.plan[source.name].name], name="")
+
+        runs = find_runs(graph, self.plan.repeated, constraints, form)
+        if not runs:
+            blocks = ", ".join(self.plan.repeated[:4]) or "none"
+            raise InputError(
+                f"compile_model(scan=True) found no two consecutive blocks that compute alike; the repeated blocks are "
+                f"{blocks}. Blocks are alike whose ops, shapes and layouts are the same, which have their tensors to "
+                "themselves, and each of which reads the results of the one before. Leave scan out."
+            )
+        return runs
 
     def _checked(self, params: Arrays, buffers: Arrays) -> Arrays:
         arrays = {**buffers, **params}
@@ -308,6 +351,13 @@ def as_call(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (example[0], dict(example[1])) if both else (example, {})
 
 
+def _stacked_alone(runs: Sequence[Run]) -> set[torch.fx.Node]:
+    """Return the tensors that nothing but the scanned blocks reads."""
+    scanned = {node for each in runs for nodes in each.blocks for node in nodes}
+    tensors = {node for each in runs for own in each.stacked.values() for node in own}
+    return {node for node in tensors if scanned.issuperset(node.users)}
+
+
 def _flat_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
     return pytree.tree_flatten((args, kwargs))
 
@@ -337,6 +387,12 @@ def _dtype_of(leaf: Any) -> torch.dtype:
 
 
 def _example(leaf: Any) -> Any:
+    if _is_array(leaf) and not all(isinstance(size, int) for size in leaf.shape):
+        raise InputError(
+            f"The model was given an array of symbolic shape {tuple(leaf.shape)}; torch.export makes a graph for each "
+            "shape. Export a program for each number of rows: jax.export.export(jax.jit(fn))(fn.abstract(), "
+            "jax.ShapeDtypeStruct((8, ...), dtype))."
+        )
     return torch.zeros(tuple(leaf.shape), dtype=_dtype_of(leaf)) if _is_array(leaf) else leaf
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,13 +16,19 @@ from shardlib.jax._borders import Constraints
 from shardlib.jax._dtypes import as_dtype
 from shardlib.jax._export import Graph, module_path, without_gradient
 from shardlib.jax._fused import Fused, unfused
+from shardlib.jax._scan import Run, Stored, run_blocks
 from shardlib.jax._table import find_lowering
 
 __all__ = ["run"]
 
 
 def run(
-    graph: Graph, inputs: Mapping[torch.fx.Node, Any], constraints: Constraints, rng: Any
+    graph: Graph,
+    inputs: Mapping[torch.fx.Node, Any],
+    constraints: Constraints,
+    rng: Any,
+    runs: Sequence[Run] = (),
+    stored: Stored | None = None,
 ) -> tuple[list[Any], dict[str, Any]]:
     """Run the graph; return the model's flat results, and the new values of the buffers that it changes.
 
@@ -31,16 +37,28 @@ def run(
         inputs: a value for each input of the graph.
         constraints: the constraints on activations.
         rng: a key of JAX, or None for a graph that draws nothing.
+        runs: blocks that are scanned.
+        stored: the stored arrays of tensors that they stack.
     """
     values: dict[torch.fx.Node, Any] = dict(inputs)
+
+    def compute(node: torch.fx.Node, read: Mapping[torch.fx.Node, Any], index: Any) -> Any:
+        return _computed(node, read, constraints, rng, index)
+
+    begins, scanned = {each.first: each for each in runs}, 0
     for index, node in enumerate(graph.nodes):
-        values[node] = _computed(node, values, constraints, rng, index)
+        if index in begins:
+            assert stored is not None
+            values |= run_blocks(begins[index], values, stored, compute)
+            scanned = begins[index].end
+        if index >= scanned:
+            values[node] = compute(node, values, index)
     results = [unfused(values[r]) if isinstance(r, torch.fx.Node) else r for r in graph.results]
     return results, {name: lax.stop_gradient(unfused(values[node])) for name, node in graph.changed.items()}
 
 
 def _computed(
-    node: torch.fx.Node, values: Mapping[torch.fx.Node, Any], constraints: Constraints, rng: Any, index: int
+    node: torch.fx.Node, values: Mapping[torch.fx.Node, Any], constraints: Constraints, rng: Any, index: Any
 ) -> Any:
     with jax.named_scope(scope_of(node)):
         return _computed_inside(node, values, constraints, rng, index)
@@ -53,7 +71,7 @@ def scope_of(node: torch.fx.Node) -> str:
 
 
 def _computed_inside(
-    node: torch.fx.Node, values: Mapping[torch.fx.Node, Any], constraints: Constraints, rng: Any, index: int
+    node: torch.fx.Node, values: Mapping[torch.fx.Node, Any], constraints: Constraints, rng: Any, index: Any
 ) -> Any:
     def read(other: torch.fx.Node) -> Any:
         return constraints.on_input(node, other, values[other])

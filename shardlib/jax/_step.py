@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardlib._plan import LossScale, RulesLike, Transform
 from shardlib.errors import InputError, check_flags
+from shardlib.jax._context import refuse_explicit
 from shardlib.jax._mesh import shape_of
 from shardlib.jax._phases import OfModel, OfRules, Phases
 from shardlib.rules.trees import name_of_path
@@ -257,6 +258,12 @@ class TrainStep:
         It has shardings of results: with constraints inside instead, XLA's spelling of a sharding would differ from
         ours, and the second step would be compiled anew.
         """
+        refuse_explicit("A training step")
+        if manual := jax.sharding.get_abstract_mesh().manual_axes:
+            raise InputError(
+                f"The step was called inside shard_map or pmap, over {', '.join(map(str, manual))}; it divides the "
+                "batch over the mesh itself. Call it outside, with the global batch; shard_map may be in loss_fn."
+            )
         if not isinstance(state, TrainState):
             raise InputError(
                 f"The step was called with a state that is a {type(state).__name__}; begin with step.init(params)."

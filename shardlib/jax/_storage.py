@@ -7,7 +7,6 @@ elements by themselves.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,6 +24,7 @@ from shardlib._mesh_shape import MeshShape
 from shardlib._plan import Phase, Row
 from shardlib.errors import InputError, PlanError
 from shardlib.jax._bits import to_numpy, to_tensor
+from shardlib.jax._context import constrained, moved
 from shardlib.jax._dtypes import as_dtype, refuse_narrowed
 from shardlib.jax._fused import Fused
 from shardlib.layout import Dim, Layout
@@ -131,14 +131,12 @@ class Storage:
     def value(self, array: Any) -> Any:
         """Return the value that the model computes with: gathered as the plan says, unpadded, in the compute dtype."""
         compute = self.sharding("compute")
-        if "grad" in self.specs:
-            moved = _computed(array, compute, self.sharding("grad"))
-        else:
-            moved = lax.with_sharding_constraint(array, compute)
-        moved = moved[tuple(slice(size) for sizes in self.parts for size in sizes)]
-        if jnp.issubdtype(moved.dtype, jnp.floating):
-            moved = moved.astype(as_dtype(self.compute_dtype))
-        return Fused(moved, self.parts) if any(len(sizes) > 1 for sizes in self.parts) else moved
+        trained = "grad" in self.specs
+        value = moved(array, compute, self.sharding("grad")) if trained else constrained(array, compute)
+        value = value[tuple(slice(size) for sizes in self.parts for size in sizes)]
+        if jnp.issubdtype(value.dtype, jnp.floating):
+            value = value.astype(as_dtype(self.compute_dtype))
+        return Fused(value, self.parts) if any(len(sizes) > 1 for sizes in self.parts) else value
 
     def kept(self, value: Any) -> Any:
         """Convert a computed value back to its stored form, for a new buffer."""
@@ -146,24 +144,7 @@ class Storage:
         value = value.reshape([size for sizes in self.parts for size in sizes])
         added = [(0, big - small, 0) for big, small in zip(self.array_shape, value.shape, strict=True)]
         value = lax.pad(value, jnp.zeros((), value.dtype), added).astype(as_dtype(self.dtype))
-        return lax.with_sharding_constraint(value, self.sharding())
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _computed(array: Any, compute: NamedSharding, grad: NamedSharding) -> Any:
-    """Redistribute `stored -> compute`; in backward, `gradient of compute -> grad`."""
-    return lax.with_sharding_constraint(array, compute)
-
-
-def _computed_forward(array: Any, compute: NamedSharding, grad: NamedSharding) -> tuple[Any, None]:
-    return _computed(array, compute, grad), None
-
-
-def _computed_backward(compute: NamedSharding, grad: NamedSharding, _: None, cotangent: Any) -> tuple[Any]:
-    return (lax.with_sharding_constraint(cotangent, grad),)
-
-
-_computed.defvjp(_computed_forward, _computed_backward)
+        return constrained(value, self.sharding())
 
 
 def by_pieces(shape: tuple[int, ...], sharding: Any, piece: Callable[[tuple[slice, ...]], np.ndarray]) -> Any:

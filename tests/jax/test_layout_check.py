@@ -93,3 +93,8 @@ def test_where_jax_has_an_answer_ours_is_the_same():
     wrong, answers = on_devices.run(typed.unlike_jax, x64=False)
     assert wrong == []
     assert answers > 50
+
+
+def test_what_a_transform_gathers_is_counted():
+    found = on_devices.run(typed.gathered, x64=False)
+    assert found == {"nothing": {"sum": 1}, "zero(2)": {"sum": 1}, "zero(3)": {"gather": 4, "sum": 1}}

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import torch
 from torch import nn
 
+import shardlib as sl
 import shardlib.jax as sj
 from shardlib import layouts
 from shardlib._mesh_shape import MeshShape
@@ -19,7 +20,7 @@ from shardlib.jax._typer import Typer
 from shardlib.rules import Rules
 from tests.jax.families import FAMILIES
 
-__all__ = ["Blocks", "Heads", "Nested", "family", "large_gpt", "small", "unlike_jax"]
+__all__ = ["Blocks", "Heads", "Nested", "family", "gathered", "large_gpt", "small", "unlike_jax"]
 
 
 def large_gpt(mesh: str, mode: str | None = None) -> sj.LayoutReport:
@@ -127,3 +128,14 @@ def unlike_jax() -> tuple[list[str], int]:
 def _specs(ndim: int) -> list[Any]:
     found = itertools.product(_AXES, repeat=ndim)
     return [spec for spec in found if len({a for e in spec for a in e}) == sum(map(len, spec))]
+
+
+def gathered() -> dict[str, dict[str, int]]:
+    """What is moved for each transform."""
+    mlp = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
+    rules, batch = {"0": "colwise", "2": "rowwise"}, torch.empty(256, 64, device="meta")
+    transforms: dict[str, Any] = {"nothing": (), "zero(2)": sl.zero(2), "zero(3)": sl.zero(3)}
+    return {
+        name: dict(sj.check_layouts(mlp, "dp=4,tp=8", rules, example=batch, transforms=each).moved)
+        for name, each in transforms.items()
+    }

@@ -1,0 +1,93 @@
+"""Sharding constraints under the transforms of JAX that code may run in: manual axes, explicit axes, vmap, jvp."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import NamedSharding, PartitionSpec, get_abstract_mesh
+
+from shardlib.errors import InputError
+
+__all__ = ["MOVED", "constrained", "moved", "refuse_explicit"]
+
+
+def constrained(value: Any, sharding: NamedSharding) -> Any:
+    """Constrain a value to a sharding, but for mesh axes that are manual where this runs.
+
+    Inside `shard_map`, a value is the local one, and global over the other axes alone. `pmap` is a `shard_map` over an
+    axis of its own.
+    """
+    here = _here(sharding)
+    return value if here is None else lax.with_sharding_constraint(value, here)
+
+
+def moved(value: Any, there: NamedSharding, back: NamedSharding) -> Any:
+    """Redistribute a value to a sharding, and its cotangent to another one."""
+    forward, backward = _here(there), _here(back)
+    if forward is None or backward is None:
+        return value
+    return _moved.bind(value, there=forward, back=backward)
+
+
+def refuse_explicit(call: str) -> None:
+    """Refuse a mesh with axes of type Explicit that was set around a call."""
+    if explicit := get_abstract_mesh().explicit_axes:
+        raise InputError(
+            f"{call} was called under a mesh whose axes {', '.join(map(str, explicit))} are Explicit, and leaves "
+            "layouts of activations to XLA's partitioner. Call it under axes of type Auto: "
+            'jax.sharding.auto_axes(fn, out_sharding=jax.P("dp"))(params, x), with the sharding that the result has.'
+        )
+
+
+def _here(sharding: NamedSharding) -> NamedSharding | None:
+    """Return a sharding without the axes that are manual, or None if no axis is left."""
+    context = get_abstract_mesh()
+    if not context.manual_axes:
+        return sharding
+    free = {name for name in context.auto_axes if dict(sharding.mesh.shape).get(name) == dict(context.shape)[name]}
+    if not free:
+        return None
+    entries = (entry if entry is PartitionSpec.UNCONSTRAINED else _among(entry, free) for entry in sharding.spec)
+    return NamedSharding(context, PartitionSpec(*entries))
+
+
+def _among(entry: Any, free: set[Any]) -> Any:
+    axes = tuple(axis for axis in (entry if isinstance(entry, tuple) else (entry,)) if axis in free)
+    return axes or None
+
+
+# A primitive, because JAX has no other linear function whose transpose is chosen and which can be batched: a
+# custom_vjp refuses jvp, and linear_call refuses vmap.
+MOVED = "shardlib_moved"
+_moved = Primitive(MOVED)
+
+
+@_moved.def_impl
+def _run(value: Any, *, there: NamedSharding, back: NamedSharding) -> Any:
+    return lax.with_sharding_constraint(value, there)
+
+
+@_moved.def_abstract_eval
+def _typed(value: Any, *, there: NamedSharding, back: NamedSharding) -> Any:
+    return value
+
+
+def _transposed(cotangent: Any, _: Any, *, there: NamedSharding, back: NamedSharding) -> Any:
+    return [cotangent if type(cotangent) is ad.Zero else _moved.bind(cotangent, there=back, back=there)]
+
+
+def _batched(values: Any, dims: Any, *, there: NamedSharding, back: NamedSharding) -> Any:
+    def with_dim(sharding: NamedSharding) -> NamedSharding:
+        entries = [*sharding.spec, *[None] * (value.ndim - 1 - len(sharding.spec))]
+        return NamedSharding(sharding.mesh, PartitionSpec(*entries[:dim], PartitionSpec.UNCONSTRAINED, *entries[dim:]))
+
+    (value,), (dim,) = values, dims
+    return _moved.bind(value, there=with_dim(there), back=with_dim(back)), dim
+
+
+ad.deflinear2(_moved, _transposed)
+batching.primitive_batchers[_moved] = _batched
+mlir.register_lowering(_moved, mlir.lower_fun(_run, multiple_results=False))

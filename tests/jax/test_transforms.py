@@ -1,0 +1,28 @@
+"""A compiled model composes with the transforms of JAX, or says what to write."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.jax import on_devices, transformed
+
+
+@pytest.mark.parametrize("check", transformed.CHECKS)
+def test_a_transform_makes_of_it_what_it_makes_of_the_model_by_hand(check: str):
+    on_devices.run(transformed.CHECKS[check])
+
+
+WORDS = {
+    "symbolic": ("InputError", "symbolic shape (rows, 8)", "jax.export.export(jax.jit(fn))(fn.abstract(), "),
+    "explicit": ("InputError", "whose axes dp, tp are Explicit", "jax.sharding.auto_axes(fn, out_sharding="),
+    "explicit step": ("InputError", "A training step was called under a mesh"),
+    "mapped step": ("InputError", "inside shard_map or pmap, over dp, tp", "Call it outside"),
+}
+
+
+def test_what_is_refused_is_explained():
+    raised = on_devices.run(transformed.refused)
+    assert raised.keys() == WORDS.keys()
+    for name, words in WORDS.items():
+        lacking = [word for word in words if word not in raised[name]]
+        assert not lacking, f"{name}: {lacking} not in: {raised[name]}"
