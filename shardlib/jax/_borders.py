@@ -90,11 +90,11 @@ class Constraints:
         spec = PartitionSpec(*entries, *[None] * (value.ndim - len(entries)))
         return lax.with_sharding_constraint(value, NamedSharding(self.mesh, spec))
 
-    def by_rows(self, function: Callable[..., Any], value: Any, other: Any) -> Any:
+    def by_rows(self, function: Callable[..., Any], value: Any, other: Any, channels: Any) -> Any:
         """Return `function(value, other)`, each row of which depends on the same row of `value`, and on all of `other`.
 
         Each data rank computes its own rows, and the gradient of `other` is summed over data ranks. Rows that do not
-        divide evenly are not sharded. No dim after the second is.
+        divide evenly are not sharded. The second dim is sharded by `channels`, and no dim after it is.
         """
         split = self.shape.data_ranks > 1 and self._is_batch(value)
         rows = self.shape.data_axes if split else None
@@ -107,7 +107,7 @@ class Constraints:
                 out_specs=by_rank,
                 axis_names=set(self.shape.data_axes),
             )
-        return self.split_along(function(self.split_along(value, rows, _CHOICE), other), rows, _CHOICE)
+        return self.split_along(function(self.split_along(value, rows, channels), other), rows, channels)
 
     def _is_batch(self, value: Any) -> bool:
         """Return whether the first dim counts examples, or a multiple of them, evenly over the data ranks."""

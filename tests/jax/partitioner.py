@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-__all__ = ["FAULTS", "factors"]
+__all__ = ["FAULTS", "factors", "forgotten_groups"]
 
 # Mesh, groups, specs of the input (rows, channels, window) and of the kernel (outputs, inputs, window). In each, the
 # axis tp shards nothing, and what is summed over dp is summed over tp too.
@@ -44,3 +44,19 @@ def factors(name: str) -> dict[str, float]:
     )
     alone, spread = run(*arrays), run(*sharded)
     return {what: round(float(np.median(spread[what] / value)), 9) for what, value in alone.items()}
+
+
+def forgotten_groups() -> float:
+    """How far the gradient of a grouped kernel is from one device's, where a window has one element; 0 is right."""
+    draw = np.random.default_rng(0)
+    x, kernel = draw.normal(size=(3, 16, 16)), draw.normal(size=(16, 4, 1))
+
+    def loss_of(kernel: Any, x: Any) -> Any:
+        return (lax.conv_general_dilated(x, kernel, (1,), [(0, 0)], feature_group_count=4) ** 2).sum()
+
+    mesh = jax.make_mesh((2, 2), ("dp", "tp"), (AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    gradient = jax.jit(jax.grad(loss_of))
+    alone = np.asarray(gradient(kernel, x))
+    by_channels = jax.device_put(x, NamedSharding(mesh, PartitionSpec(None, "tp")))
+    spread = np.asarray(gradient(jax.device_put(kernel, NamedSharding(mesh, PartitionSpec())), by_channels))
+    return float(np.abs(spread - alone).max() / np.abs(alone).max())

@@ -22,7 +22,7 @@ def _check(mesh: str, seed: int) -> None:
     assert all(apart <= BOUND for apart in found.values()), {k: v for k, v in found.items() if not v <= BOUND}
 
 
-@pytest.mark.parametrize(("mesh", "seed"), zip(MESHES, range(len(MESHES)), strict=True))
+@pytest.mark.parametrize(("mesh", "seed"), [(mesh, seed) for seed, mesh in enumerate(MESHES)])
 def test_convolutions_of_all_kinds_in_any_layout_are_those_of_torch(mesh: str, seed: int):
     _check(mesh, seed)
 
@@ -40,3 +40,8 @@ def test_the_partitioner_of_xla_still_counts_an_axis_that_shards_nothing(name: s
     times = float(partitioner.FAULTS[name][0]["tp"])
     # Where the output is wrong the gradient is too, by the same factor.
     assert found == {"output": times if name.startswith("output") else 1.0, "gradient": times}, _MENDED
+
+
+def test_the_partitioner_of_xla_still_forgets_groups_where_a_window_has_one_element():
+    mended = "XLA gets it right now: delete this test, and `slides` in _partitioned of shardlib/jax/_lowerings/nets.py"
+    assert on_devices.run(partitioner.forgotten_groups) > 0.1, mended

@@ -124,12 +124,17 @@ def _partitioned(convolve: Callable[..., Any], x: Any, weight: Any, groups: int,
 
     The one of jaxlib 0.10.2 adds up over all devices what only those of one axis have to add, if both operands are
     split along a window, or if the rows are split that the gradient of a grouped kernel sums over. Another axis, along
-    which nothing is split, then multiplies the result by its size (`tests/jax/partitioner.py`).
+    which nothing is split, then multiplies the result by its size. It takes a convolution for a matrix product where
+    each window has one element, or there is one window, and then forgets the groups of split channels: the result is
+    wrong, or the process dies (`tests/jax/partitioner.py`).
     """
     if constraints is None:
         return convolve(x, weight)
     if groups > 1:
-        return constraints.by_rows(convolve, x, constraints.split_along(weight, _CHOICE))
+        windows = jax.eval_shape(convolve, x, weight).shape[2:]
+        slides = any(k > 1 and n > 1 for k, n in zip(weight.shape[2:], windows, strict=True))
+        channels = _CHOICE if slides else None
+        return constraints.by_rows(convolve, x, constraints.split_along(weight, channels), channels)
     x, weight = (constraints.split_along(operand, _CHOICE, _CHOICE) for operand in (x, weight))
     return constraints.split_along(convolve(x, weight), _CHOICE, _CHOICE)
 
