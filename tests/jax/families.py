@@ -62,9 +62,9 @@ def _ids(step: int) -> Any:
     return (transformer_models.text(step)[1]["input_ids"],), {}
 
 
-def _small(batch: Any) -> Any:
+def _small(batch: Any, size: int = 32) -> Any:
     (images,), kwargs = batch
-    return (images[..., :32, :32],), kwargs
+    return (images[..., :size, :size],), kwargs
 
 
 _build, _text = transformer_models.build, transformer_models.text
@@ -94,7 +94,7 @@ FAMILIES: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any]]] = {
 # Depthwise and grouped kernels. Their rules are proposed.
 CONVOLUTIONS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any]]] = {
     "convnext": (_convnext, lambda step: _small(ResNet("").make_batch(step))),
-    "inverted": (Inverted, lambda step: _small(ResNet("").make_batch(step))),
+    "inverted": (Inverted, lambda step: _small(ResNet("").make_batch(step), 8)),
 }
 _ALL = FAMILIES | CONVOLUTIONS
 
