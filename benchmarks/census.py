@@ -1,10 +1,11 @@
 """Prove every architecture of a library on CPU ranks, and keep a line for each in `results/census.jsonl`.
 
-    python benchmarks/census.py [--source timm] [--part 0/20] [--names llama,t5] [--again]
+    python benchmarks/census.py [--source timm] [--part 0/20] [--names llama,t5] [--again] [--engine jax]
 
 It continues where an earlier run was stopped; --again takes up what was not proved. At the end the file is sorted and
-carries the date and the versions. `python -m shardlib.testing.census --table` writes docs/models.md from it. --quick
-proves one architecture and keeps nothing.
+carries the date and the versions. `python -m shardlib.testing.census --table FILE --jax FILE` writes docs/models.md.
+--engine jax proves `shardlib.jax.compile_model`, into `results/census_jax.jsonl`. --quick proves one architecture and
+keeps nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ from _report import parser, write
 
 from shardlib.testing import _pool, census
 
-FILE = Path(__file__).parent / "results" / "census.jsonl"
+FILES = {
+    engine: Path(__file__).parent / "results" / name
+    for engine, name in (("torch", "census.jsonl"), ("jax", "census_jax.jsonl"))
+}
 QUICK = "gpt2"
 
 
@@ -32,10 +36,12 @@ def main() -> None:
     p.add_argument("--names", help="only these, separated by commas")
     p.add_argument("--again", action="store_true", help="also those that stand in the file and are not proved")
     p.add_argument("--seconds", type=float, default=20.0, help="the longest for building, and for each mesh")
-    p.add_argument("--file", type=Path, default=FILE)
+    p.add_argument("--engine", choices=tuple(FILES), default="torch", help="the engine that is proved")
+    p.add_argument("--file", type=Path)
     args = p.parse_args()
+    args.file = args.file or FILES[args.engine]
     if args.quick:
-        args.file, args.names = Path(tempfile.mkdtemp()) / FILE.name, QUICK
+        args.file, args.names = Path(tempfile.mkdtemp()) / args.file.name, QUICK
     _pool.preload(["transformers.modeling_utils", "transformers.models.auto.modeling_auto"])
     start, step = map(int, args.part.split("/"))
     chosen = census.entries(args.source)[start::step]
@@ -47,7 +53,13 @@ def main() -> None:
             r for r in census.read(args.file) if r.status == "proved" or r.library != args.source or r.name not in names
         ]
         census.write(args.file, kept)
-    census.run(chosen, args.file, seconds=args.seconds, report=lambda result: print(result, flush=True))
+    census.run(
+        chosen,
+        args.file,
+        seconds=args.seconds,
+        engine=args.engine,
+        report=lambda result: print(result, flush=True),
+    )
     census.write(args.file, census.read(args.file), date=str(datetime.date.today()), versions=_versions(args.file))
     if args.json:
         write(
@@ -64,7 +76,7 @@ def _versions(file: Path) -> dict[str, str]:
     """Return the versions of torch and of the libraries; of one that is not installed, that of the kept results."""
     head = file.read_text(encoding="utf-8").splitlines()[:1]
     found = dict(json.loads(head[0]).get("versions", {})) if head else {}
-    for name in ("torch", *census.LIBRARIES):
+    for name in ("torch", *(("jax",) if file.name == FILES["jax"].name else ()), *census.LIBRARIES):
         with contextlib.suppress(PackageNotFoundError):
             found[name] = version(name)
     return found

@@ -26,10 +26,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sample", type=int, metavar="N", help="draw as many of them")
     parser.add_argument("--seed", type=int, default=0, help="the seed of --sample (default 0)")
     parser.add_argument(
-        "--mesh", action="append", help='a mesh to prove on, once for each (default "tp=2" and "dp=2,tp=2")'
+        "--mesh",
+        action="append",
+        help='a mesh to prove on, once for each (default "tp=2" and "dp=2,tp=2"; on JAX "tp=1" too)',
     )
     parser.add_argument(
-        "--seconds", type=float, default=20.0, help="the longest a model may take on a mesh (default 20)"
+        "--seconds",
+        type=float,
+        help="the longest a model may take on a mesh (default 20; on JAX, which compiles each, 120)",
+    )
+    parser.add_argument(
+        "--engine", choices=("torch", "jax"), default="torch", help="the engine that is proved (default torch)"
     )
     parser.add_argument(
         "-o", "--output", type=Path, metavar="FILE", help="a file of JSON lines; a model that stands in it is skipped"
@@ -45,9 +52,14 @@ def census(options: argparse.Namespace) -> int:
         raise UsageError(f"`shardlib census` needs {error.name}: pip install 'shardlib[testing]'.") from error
     from shardlib._mesh_shape import MeshShape
 
-    meshes = [str(MeshShape.of(mesh)) for mesh in options.mesh or census.MESHES]
+    meshes = [str(MeshShape.of(mesh)) for mesh in options.mesh or census.MESHES_OF[options.engine]]
     results = census.run(
-        _chosen(options), options.output, meshes=meshes, seconds=options.seconds, report=_printer(options.json)
+        _chosen(options),
+        options.output,
+        meshes=meshes,
+        seconds=options.seconds or {"torch": 20.0, "jax": 120.0}[options.engine],
+        engine=options.engine,
+        report=_printer(options.json),
     )
     if not options.json:
         counts = Counter(result.status for result in results)

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import torch
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -25,6 +26,8 @@ from shardlib.layout import Layout
 from shardlib.rules import Border
 
 __all__ = ["Constraints"]
+
+_CHOICE = PartitionSpec.UNCONSTRAINED
 
 
 class Constraints:
@@ -82,6 +85,30 @@ class Constraints:
             axes[0] = (*self.shape.data_axes, *inner)
         return self._constrained(value, axes)
 
+    def split_along(self, value: Any, *entries: Any) -> Any:
+        """Constrain the first dims by an entry each: axes, None, or UNCONSTRAINED. No dim after them is sharded."""
+        spec = PartitionSpec(*entries, *[None] * (value.ndim - len(entries)))
+        return lax.with_sharding_constraint(value, NamedSharding(self.mesh, spec))
+
+    def by_rows(self, function: Callable[..., Any], value: Any, other: Any, channels: Any) -> Any:
+        """Return `function(value, other)`, each row of which depends on the same row of `value`, and on all of `other`.
+
+        Each data rank computes its own rows, and the gradient of `other` is summed over data ranks. Rows that do not
+        divide evenly are not sharded. The second dim is sharded by `channels`, and no dim after it is.
+        """
+        split = self.shape.data_ranks > 1 and self._is_batch(value)
+        rows = self.shape.data_axes if split else None
+        if split and isinstance(self.mesh, Mesh):  # a mesh without devices types a program of global arrays
+            by_rank = PartitionSpec(rows)
+            function = jax.shard_map(
+                function,
+                mesh=self.mesh,
+                in_specs=(by_rank, PartitionSpec()),
+                out_specs=by_rank,
+                axis_names=set(self.shape.data_axes),
+            )
+        return self.split_along(function(self.split_along(value, rows, channels), other), rows, channels)
+
     def _is_batch(self, value: Any) -> bool:
         """Return whether the first dim counts examples, or a multiple of them, evenly over the data ranks."""
         return (
@@ -96,8 +123,7 @@ class Constraints:
         replicate them."""
         pieces = [math.prod(self.shape[axis] for axis in each) for each in axes]
         entries = [
-            PartitionSpec.UNCONSTRAINED if n % count else (each or None)
-            for n, count, each in zip(value.shape, pieces, axes, strict=True)
+            _CHOICE if n % count else (each or None) for n, count, each in zip(value.shape, pieces, axes, strict=True)
         ]
         return constrained(value, NamedSharding(self.mesh, PartitionSpec(*entries)))
 

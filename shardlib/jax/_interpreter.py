@@ -85,6 +85,8 @@ def _computed_inside(
         return None
     if known.random:
         kwargs = {**kwargs, "key": None if rng is None else jax.random.fold_in(rng, index)}
+    if known.constrained:
+        kwargs = {**kwargs, "constraints": constraints}
     try:
         result = _called(node, known, args, kwargs)
     except Exception as error:

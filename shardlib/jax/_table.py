@@ -22,17 +22,19 @@ class Lowering:
         function: on arrays and Python values, with the op's own arguments.
         elementwise: each element of the result depends on the same element of the operands alone, broadcasting aside.
         random: whether it draws, and takes a JAX key as the keyword `key`.
+        constrained: whether it takes the `Constraints` of its mesh as the keyword `constraints`.
     """
 
     function: Callable[..., Any]
     elementwise: bool = False
     random: bool = False
+    constrained: bool = False
 
 
 _TABLE: dict[str, Lowering] = {}
 
 
-def lowering(*ops: Any, elementwise: bool = False, random: bool = False) -> Callable[[F], F]:
+def lowering(*ops: Any, elementwise: bool = False, random: bool = False, constrained: bool = False) -> Callable[[F], F]:
     """Register the lowering of a torch op to JAX; a later registration replaces an earlier one.
 
     The function is given the op's arguments in the op's order, with `jax.Array`s in place of tensors, and returns an
@@ -43,6 +45,7 @@ def lowering(*ops: Any, elementwise: bool = False, random: bool = False) -> Call
         *ops: `torch.ops.library.op.overload`, or the text "library::op.overload" for an op that may not be loaded.
         elementwise: see `Lowering`; values of fused layouts then pass through unharmed.
         random: the function takes `key=`, one for each call of the op and step.
+        constrained: the function takes `constraints=`, for an op that XLA's partitioner must not split in every way.
 
     Raises:
         InputError: something that is not an op.
@@ -57,7 +60,7 @@ def lowering(*ops: Any, elementwise: bool = False, random: bool = False) -> Call
 
     def register(function: F) -> F:
         for name in names:
-            _TABLE[name] = Lowering(function, elementwise, random)
+            _TABLE[name] = Lowering(function, elementwise, random, constrained)
         return function
 
     return register

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from shardlib import layouts
 from shardlib._plan import Plan, make_plan
 from shardlib.cli import main
+from shardlib.testing import census
 from shardlib.transforms import accumulate, offload, zero
 from tests.cli.models_for_cli import MLP, tiny
 from tests.house.source import ROOT
@@ -349,6 +350,14 @@ def test_census_prints_a_line_for_each_architecture_and_keeps_it(run: Run, ranks
     assert first.startswith("transformers gptj (GPTJForCausalLM): proved, proposed, 99% of blocks sharded [")
     assert json.loads(file.read_text())["proved"] == {"tp=2": True}
     assert run(*arguments) == (0, "0 models: none new\n", "")
+
+
+def test_census_takes_the_engine(run: Run, monkeypatch: pytest.MonkeyPatch):
+    let_torchvision_in()
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(census, "run", lambda chosen, output, **options: asked.update(options) or [])
+    assert run("census", "--only", "gptj", "--engine", "jax") == (0, "0 models: none new\n", "")
+    assert (asked["engine"], asked["meshes"], asked["seconds"]) == ("jax", ["tp=1", "tp=2", "dp=2,tp=2"], 120.0)
 
 
 def test_census_says_which_architectures_there_are(run: Run):

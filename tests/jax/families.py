@@ -1,4 +1,7 @@
-"""Every family that has a layout file, trained on a mesh of JAX and on one device of torch. Runs on the devices."""
+"""Every family that has a layout file, and some convolutions, trained on a mesh of JAX and on one device of torch.
+
+Runs on the devices.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +23,14 @@ from torch import nn
 
 import shardlib as sl
 import shardlib.jax as sj
+from shardlib._mesh import MeshShape
 from tests.families import transformer_models
 from tests.families.mixtral import Case as Mixtral
 from tests.families.resnet import Case as ResNet
+from tests.families.resnet import Inverted
 from tests.families.t5 import Case as T5
 
-__all__ = ["FAMILIES", "Case", "collectives", "compared", "megatron", "rounded"]
+__all__ = ["CONVOLUTIONS", "FAMILIES", "Case", "collectives", "compared", "megatron", "rounded"]
 
 # One layer where compiling two takes twice as long. Of tp=8 are the heads; keys and values have fewer.
 _HEADS = {"num_attention_heads": 8, "num_hidden_layers": 1}
@@ -35,19 +40,31 @@ _LLAMA = {**_HEADS, "num_key_value_heads": 4}
 def _gpt(layers: int = 2, vocab: int = 67) -> nn.Module:
     config = gpt.GPTConfig(vocab_size=vocab, context=16, n_layer=layers, n_head=8, d_model=32)
     model = gpt.GPT(config)
-    with torch.no_grad():  # far enough from where they start that nothing is lost in the noise
+    return _moved(model)
+
+
+def _moved(model: nn.Module) -> nn.Module:
+    """Move weights away from where they start, so far that nothing is lost in the noise."""
+    with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.2)
     return model
+
+
+def _convnext() -> nn.Module:
+    config = transformer_models.transformers.ConvNextConfig(
+        hidden_sizes=[8, 16], depths=[1, 1], num_stages=2, image_size=32, num_labels=5
+    )
+    return _moved(transformer_models.transformers.ConvNextForImageClassification(config))
 
 
 def _ids(step: int) -> Any:
     return (transformer_models.text(step)[1]["input_ids"],), {}
 
 
-def _small(batch: Any) -> Any:
+def _small(batch: Any, size: int = 32) -> Any:
     (images,), kwargs = batch
-    return (images[..., :32, :32],), kwargs
+    return (images[..., :size, :size],), kwargs
 
 
 _build, _text = transformer_models.build, transformer_models.text
@@ -74,6 +91,12 @@ FAMILIES: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any]]] = {
     ),
     "resnet": (lambda: ResNet("").make_model(), lambda step: _small(ResNet("").make_batch(step))),
 }
+# Depthwise and grouped kernels. Their rules are proposed.
+CONVOLUTIONS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any]]] = {
+    "convnext": (_convnext, lambda step: _small(ResNet("").make_batch(step))),
+    "inverted": (Inverted, lambda step: _small(ResNet("").make_batch(step), 8)),
+}
+_ALL = FAMILIES | CONVOLUTIONS
 
 
 @dataclass(frozen=True)
@@ -138,13 +161,14 @@ def rounded(case: Case) -> dict[str, dict[str, float]]:
 
 
 def _compared(case: Case) -> dict[str, float]:
-    build, batch_of = FAMILIES[case.family]
+    build, batch_of = _ALL[case.family]
     torch.manual_seed(0)
     dtype = getattr(torch, case.dtype)
     model = build().to(dtype)
     batches = [_of_dtype(batch_of(step), dtype) for step in range(case.steps)]
     transforms = [eval(case.transform, {"zero": sl.zero, "fsdp": sl.fsdp})] if case.transform else []
-    fn, params = sj.compile_model(model, sj.make_mesh(case.mesh), transforms=transforms)
+    mesh = sj.make_mesh(case.mesh, devices=jax.devices()[: MeshShape.of(case.mesh).world_size])
+    fn, params = sj.compile_model(model, mesh, transforms=transforms)
     losses, grads, trained = _train_jax(fn, params, batches)
     wanted, wanted_grads = _train_torch(model, batches)
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())

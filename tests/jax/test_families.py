@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.jax import families, on_devices
-from tests.jax.families import FAMILIES, Case
+from tests.jax.families import CONVOLUTIONS, FAMILIES, Case
 
 BOTH, TP8 = "dp=2,tp=4", "tp=8"
 CASES = [
@@ -13,11 +13,13 @@ CASES = [
     Case("gpt2", BOTH, transform="zero(1)"),
     Case("llama", BOTH),
     Case("mixtral", BOTH, transform="zero(2)"),
+    *(Case(family, "dp=2,tp=2", steps=1) for family in CONVOLUTIONS),
 ]
 MORE = [
     Case("bert", BOTH, transform="fsdp()"),
     *(Case(family, BOTH) for family in ("vit", "t5", "resnet")),
     *(Case(family, TP8) for family in FAMILIES),
+    *(Case(family, mesh) for family in CONVOLUTIONS for mesh in ("tp=1", "tp=2", BOTH, "dp=4,tp=2", "dp=2,tp=2,cp=2")),
     *(Case(family, "dp=4,tp=2", transform=f"zero({stage})") for family in FAMILIES for stage in (1, 3)),
 ]
 # Rounding is 1.1e-16 of a result; sums of some hundred terms are added up in another order, some ten layers deep, and

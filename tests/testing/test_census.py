@@ -29,6 +29,7 @@ from tests.torchvision_on_cpu import let_torchvision_in
 let_torchvision_in()
 
 KEPT = ROOT / "benchmarks" / "results" / "census.jsonl"
+KEPT_ON_JAX = KEPT.with_name("census_jax.jsonl")
 USUAL = ("gptj", "ijepa", "internlm3", "glm_ocr")  # proposed rules, images, a layout file, a completed tp_plan
 
 
@@ -78,6 +79,14 @@ def test_a_model_of_timm_is_proved_like_one_of_transformers():
     entry = next(entry for entry in census.entries("timm") if entry.name == "efficientvit_mit")
     (found,) = census.run([entry], seconds=60)
     assert (found.status, found.inputs) == ("proved", ("x",)), found.error
+
+
+def test_on_jax_a_model_is_proved_on_one_device_and_a_second_engine_is_another_line(tmp_path: Path):
+    file = tmp_path / "census.jsonl"
+    census.write(file, [census.Result("transformers", "gpt2", "GPT2LMHeadModel")])
+    (found,) = census.run(_entries("gpt2"), file, seconds=300, engine="jax", meshes=("tp=1",))
+    assert (found.engine, found.status, found.proved) == ("jax", "proved", {"tp=1": True}), found.error
+    assert [result.engine for result in census.read(file)] == ["torch", "jax"]
 
 
 def test_a_model_that_tells_a_batch_from_its_halves_is_proved_without_data_axes_alone():
@@ -181,6 +190,7 @@ def test_the_kept_results_are_sorted_and_say_when_and_with_what():
 
 
 def test_the_page_of_models_is_that_of_the_kept_results():
-    """`python -m shardlib.testing.census --table benchmarks/results/census.jsonl > docs/models.md` writes it."""
-    assert (ROOT / "docs" / "models.md").read_text() == page(KEPT)
+    """`python -m shardlib.testing.census --table census.jsonl --jax census_jax.jsonl > docs/models.md` writes it, in
+    benchmarks/results/."""
+    assert (ROOT / "docs" / "models.md").read_text() == page(KEPT, KEPT_ON_JAX)
     assert summary(census.read(KEPT)) in (ROOT / "README.md").read_text()

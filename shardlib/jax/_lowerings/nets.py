@@ -10,10 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from shardlib.jax._table import lowering
 
 __all__: list[str] = []
+
+_CHOICE = PartitionSpec.UNCONSTRAINED  # the partitioner's
 
 
 # --- convolutions ---------------------------------------------------------------------------------------------------
@@ -25,19 +28,27 @@ def _each(value: int | Sequence[int], count: int) -> tuple[int, ...]:
     return values * count if len(values) == 1 else values
 
 
-@lowering(*(f"aten::conv{n}d.{overload}" for n in (1, 2, 3) for overload in ("default", "padding")))
+@lowering(*(f"aten::conv{n}d.{overload}" for n in (1, 2, 3) for overload in ("default", "padding")), constrained=True)
 def _conv(
-    x: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1
+    x: Any,
+    weight: Any,
+    bias: Any = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+    *,
+    constraints: Any = None,
 ) -> Any:
     if not isinstance(padding, str):
-        return _convolution(x, weight, bias, stride, padding, dilation, False, 0, groups)
+        return _convolution(x, weight, bias, stride, padding, dilation, False, 0, groups, constraints=constraints)
     dims = weight.ndim - 2
     totals = [d * (k - 1) for d, k in zip(_each(dilation, dims), weight.shape[2:], strict=True)]
     pairs = [(t // 2, t - t // 2) if padding == "same" else (0, 0) for t in totals]
-    return _convolved(x, weight, bias, _each(stride, dims), pairs, _each(dilation, dims), groups)
+    return _convolved(x, weight, bias, _each(stride, dims), pairs, _each(dilation, dims), groups, constraints)
 
 
-@lowering("aten::convolution.default")
+@lowering("aten::convolution.default", constrained=True)
 def _convolution(
     x: Any,
     weight: Any,
@@ -48,15 +59,20 @@ def _convolution(
     transposed: bool,
     output_padding: Any,
     groups: int,
+    *,
+    constraints: Any = None,
 ) -> Any:
     dims = weight.ndim - 2
     stride, padding, dilation = (_each(value, dims) for value in (stride, padding, dilation))
     if transposed:
-        return _transposed(x, weight, bias, stride, padding, dilation, _each(output_padding, dims), groups)
-    return _convolved(x, weight, bias, stride, [(p, p) for p in padding], dilation, groups)
+        outputs = _each(output_padding, dims)
+        return _transposed(x, weight, bias, stride, padding, dilation, outputs, groups, constraints)
+    return _convolved(x, weight, bias, stride, [(p, p) for p in padding], dilation, groups, constraints)
 
 
-@lowering("aten::conv_transpose1d.default", "aten::conv_transpose2d.input", "aten::conv_transpose3d.input")
+@lowering(
+    "aten::conv_transpose1d.default", "aten::conv_transpose2d.input", "aten::conv_transpose3d.input", constrained=True
+)
 def _conv_transpose(
     x: Any,
     weight: Any,
@@ -66,29 +82,73 @@ def _conv_transpose(
     output_padding: Any = 0,
     groups: int = 1,
     dilation: Any = 1,
+    *,
+    constraints: Any = None,
 ) -> Any:
-    return _convolution(x, weight, bias, stride, padding, dilation, True, output_padding, groups)
+    return _convolution(
+        x, weight, bias, stride, padding, dilation, True, output_padding, groups, constraints=constraints
+    )
 
 
 def _convolved(
-    x: Any, weight: Any, bias: Any, stride: Any, pairs: Any, dilation: Any, groups: int, spread: Any = None
+    x: Any,
+    weight: Any,
+    bias: Any,
+    stride: Any,
+    pairs: Any,
+    dilation: Any,
+    groups: int,
+    constraints: Any,
+    spread: Any = None,
 ) -> Any:
     batched = x.ndim == weight.ndim
-    y = lax.conv_general_dilated(
-        x if batched else x[None],
-        weight,
-        window_strides=stride,
-        padding=pairs,
-        lhs_dilation=spread,
-        rhs_dilation=dilation,
-        feature_group_count=groups,
-    )
+
+    def convolve(x: Any, weight: Any) -> Any:
+        return lax.conv_general_dilated(
+            x,
+            weight,
+            window_strides=stride,
+            padding=pairs,
+            lhs_dilation=spread,
+            rhs_dilation=dilation,
+            feature_group_count=groups,
+        )
+
+    y = _partitioned(convolve, x if batched else x[None], weight, groups, constraints)
     y = y if bias is None else y + bias.reshape(1, -1, *[1] * (y.ndim - 2))
     return y if batched else y[0]
 
 
+def _partitioned(convolve: Callable[..., Any], x: Any, weight: Any, groups: int, constraints: Any) -> Any:
+    """Convolve in a way that XLA's partitioner gets right.
+
+    The one of jaxlib 0.10.2 adds up over all devices what only those of one axis have to add, if both operands are
+    split along a window, or if the rows are split that the gradient of a grouped kernel sums over. Another axis, along
+    which nothing is split, then multiplies the result by its size. It takes a convolution for a matrix product where
+    each window has one element, or there is one window, and then forgets the groups of split channels: the result is
+    wrong, or the process dies (`tests/jax/partitioner.py`).
+    """
+    if constraints is None:
+        return convolve(x, weight)
+    if groups > 1:
+        windows = jax.eval_shape(convolve, x, weight).shape[2:]
+        slides = any(k > 1 and n > 1 for k, n in zip(weight.shape[2:], windows, strict=True))
+        channels = _CHOICE if slides else None
+        return constraints.by_rows(convolve, x, constraints.split_along(weight, channels), channels)
+    x, weight = (constraints.split_along(operand, _CHOICE, _CHOICE) for operand in (x, weight))
+    return constraints.split_along(convolve(x, weight), _CHOICE, _CHOICE)
+
+
 def _transposed(
-    x: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, output_padding: Any, groups: int
+    x: Any,
+    weight: Any,
+    bias: Any,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    output_padding: Any,
+    groups: int,
+    constraints: Any,
 ) -> Any:
     """Compute a transposed convolution: a convolution of the dilated input with the mirrored kernel."""
     ins, outs, *kernel = weight.shape
@@ -98,7 +158,7 @@ def _transposed(
         (d * (k - 1) - p, d * (k - 1) - p + o)
         for d, k, p, o in zip(dilation, kernel, padding, output_padding, strict=True)
     ]
-    return _convolved(x, mirrored, bias, (1,) * len(kernel), pairs, dilation, groups, stride)
+    return _convolved(x, mirrored, bias, (1,) * len(kernel), pairs, dilation, groups, constraints, stride)
 
 
 # --- pooling --------------------------------------------------------------------------------------------------------

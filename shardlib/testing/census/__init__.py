@@ -8,6 +8,6 @@ build, or that fails, is a line that says why.
 from __future__ import annotations
 
 from shardlib.testing.census._models import LIBRARIES, Entry, entries
-from shardlib.testing.census._run import MESHES, Result, read, run, sample, write
+from shardlib.testing.census._run import MESHES, MESHES_OF, Result, read, run, sample, write
 
-__all__ = ["LIBRARIES", "MESHES", "Entry", "Result", "entries", "read", "run", "sample", "write"]
+__all__ = ["LIBRARIES", "MESHES", "MESHES_OF", "Entry", "Result", "entries", "read", "run", "sample", "write"]

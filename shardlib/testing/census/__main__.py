@@ -1,4 +1,4 @@
-"""`python -m shardlib.testing.census --table FILE`: print the page of models for a file of results."""
+"""`python -m shardlib.testing.census --table FILE --jax FILE`: print the page of models for files of results."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from shardlib.testing.census._page import page
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--table", type=Path, required=True, metavar="FILE", help="the file of results")
+parser.add_argument("--jax", type=Path, required=True, metavar="FILE", help="the file of results on JAX")
 
 if __name__ == "__main__":
-    print(page(parser.parse_args().table), end="")
+    options = parser.parse_args()
+    print(page(options.table, options.jax), end="")

@@ -38,6 +38,7 @@ class Entry:
         cls: the class that is proved.
         labels: the kind of labels that its forward takes; "" for none.
         share: what divides the widths of its configuration; 0 for the sizes of `census.toml`.
+        experts: how a mixture of experts of transformers computes them.
     """
 
     library: str
@@ -45,6 +46,7 @@ class Entry:
     cls: str
     labels: str = ""
     share: int = 0
+    experts: str = "eager"  # the grouped product of CPUs takes no float64
 
 
 @dataclass(frozen=True)
@@ -154,9 +156,7 @@ def _config(entry: Entry, model: Any) -> Any:
     part: Any = getattr(model, "config_class", None)
     if part in getattr(cls, "sub_configs", {}).values():  # a decoder of a composite model
         cls = part
-    return cls(
-        **shrunk(cls(), entry.share), experts_implementation="eager"
-    )  # the grouped product of CPUs takes no float64
+    return cls(**shrunk(cls(), entry.share), experts_implementation=entry.experts)
 
 
 def _quiet() -> None:

@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from shardlib.testing.census._run import MESHES, Result, read
 
@@ -14,19 +15,41 @@ __all__ = ["page", "summary", "totals"]
 _ENOUGH = 0.6  # the share of a model's block parameters from which it counts as sharded
 
 
-def page(file: Path) -> str:
-    """Return the Markdown of `docs/models.md` for a file of results that `write` made."""
+def page(file: Path, on_jax: Path) -> str:
+    """Return the Markdown of `docs/models.md` for files of results that `write` made, of the two engines."""
     results = read(file)
-    facts = json.loads(file.read_text(encoding="utf-8").splitlines()[0])
+    facts = _facts(file)
+    found_on_jax = {(r.library, r.name): r for r in read(on_jax)}
     libraries = _by_library(results)
     head = _HEAD.format(
         date=facts["date"],
         versions=", ".join(f"{name} {version}" for name, version in facts["versions"].items()),
         meshes=" and ".join(f"`{mesh}`" for mesh in MESHES),
         totals=_totals(libraries),
+        jax=_jax(list(found_on_jax.values()), _facts(on_jax)),
     )
-    tables = [line for name, found in libraries.items() for line in _tables(name, found)]
+    tables = [line for name, found in libraries.items() for line in _tables(name, found, found_on_jax)]
     return "\n".join([head, *tables, ""])
+
+
+def _facts(file: Path) -> Mapping[str, Any]:
+    """Return the date and the versions that stand in the first line of a file."""
+    found: Mapping[str, Any] = json.loads(file.read_text(encoding="utf-8").splitlines()[0])
+    return found
+
+
+def _jax(results: Sequence[Result], facts: Mapping[str, Any]) -> str:
+    """Return what was found on the JAX engine: the totals, and each architecture that was not proved."""
+    counts = totals(results)
+    head = (
+        f"Run of {facts['date']} with jax {facts['versions']['jax']}: {len(results)} architectures, of which "
+        f"{counts['proved']} are proved, {counts['refused']} refused, {counts['wrong']} wrong, and "
+        f"{counts['not built']} not built."
+    )
+    others = [r for r in results if r.status != "proved"]
+    lines = ["| architecture | class | found | why |", "|---|---|---|---|"] if others else []
+    lines += [f"| {r.name} ({r.library}) | {r.cls} | {r.status} | {_cell(r.error)} |" for r in others]
+    return "\n".join([head, "", *lines, ""])
 
 
 def summary(results: Sequence[Result]) -> str:
@@ -85,6 +108,7 @@ found on {meshes}. It is generated from `benchmarks/results/census.jsonl`.
 shardlib census --only llama whisper          # these
 shardlib census --sample 20 --seed 7          # some
 shardlib census timm --sample 20              # of another library
+shardlib census --only llama --engine jax     # on JAX
 python benchmarks/census.py                   # all of transformers, continued where it was stopped
 ```
 
@@ -115,23 +139,31 @@ How to read the tables:
 Dropout, layer drop and masking of spectra are off, so this says nothing of random numbers. Where code asks for float32,
 float64 is used instead if the two do not go into one op, or if rounding in float32 would hide a difference. Weights are
 moved away from their first values, so that no zero or one hides a difference.
-"""
+
+## On JAX
+
+`shardlib census --engine jax` compares the same step of the same models on [`shardlib.jax`](jax.md) with torch on one
+device, on `tp=1`, `tp=2` and `dp=2,tp=2`. The column **JAX** has what it found, and is empty where an architecture was
+not run. Mixtures of experts compute `batched_mm` there. `python benchmarks/census.py --engine jax` runs all of
+transformers into `benchmarks/results/census_jax.jsonl`, and continues where it was stopped.
+
+{jax}"""
 
 
-def _tables(library: str, results: Sequence[Result]) -> list[str]:
+def _tables(library: str, results: Sequence[Result], on_jax: Mapping[tuple[str, str], Result]) -> list[str]:
     by_status: dict[str, list[Result]] = {}
     for result in results:
         by_status.setdefault(result.status, []).append(result)
     proved = [
         f"| {r.name} | {r.cls} | {r.layout} | {r.sharded:.0%} | {_or_empty(r.collectives)} | {r.trained:.0%} | "
-        f"{_remarks(r)} |"
+        f"{_status(on_jax.get((r.library, r.name)))} | {_remarks(r)} |"
         for r in by_status.get("proved", ())
     ]
     lines = [
         f"## {library}: proved",
         "",
-        "| architecture | class | layout | sharded | collectives | trained | remarks |",
-        "|---|---|---|---|---|---|---|",
+        "| architecture | class | layout | sharded | collectives | trained | JAX | remarks |",
+        "|---|---|---|---|---|---|---|---|",
         *proved,
     ]
     for status, title in (("wrong", "numbers that differ"), ("refused", "refused")):
@@ -159,6 +191,10 @@ def _tables(library: str, results: Sequence[Result]) -> list[str]:
 
 def _meshes(result: Result) -> str:
     return ", ".join(mesh for mesh, proved in result.proved.items() if proved) or "none"
+
+
+def _status(result: Result | None) -> str:
+    return "" if result is None else result.status
 
 
 def _or_empty(number: int | None) -> str:

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -38,9 +38,11 @@ from shardlib.testing.equivalence import Report, equivalent
 from shardlib.testing.equivalence.case import as_call
 from shardlib.testing.equivalence.train import cast
 
-__all__ = ["MESHES", "Result", "read", "run", "sample", "write"]
+__all__ = ["MESHES", "MESHES_OF", "Engine", "Result", "read", "run", "sample", "write"]
 
+Engine = Literal["torch", "jax"]
 MESHES = ("tp=2", "dp=2,tp=2")
+MESHES_OF: dict[str, tuple[str, ...]] = {"torch": MESHES, "jax": ("tp=1", *MESHES)}
 _OF_TYPES = re.compile(r"dtype|[Ff]loat|without overflow")  # errors that may be those of code that takes no float64
 _BLOCK = re.compile(r".*?\.\d+\.")  # the start of a name, up to an element of a list
 
@@ -75,6 +77,7 @@ class Result:
         where: the first module that differs.
         gathered: ops that had no sharding rule for what they were given.
         seconds: wall time.
+        engine: the engine that was compared with torch on one device.
     """
 
     library: str
@@ -98,6 +101,7 @@ class Result:
     where: str = ""
     gathered: tuple[str, ...] = ()
     seconds: float = 0.0
+    engine: Engine = "torch"
 
     @property
     def status(self) -> str:
@@ -120,8 +124,9 @@ def run(
     chosen: Iterable[Entry],
     output: Path | None = None,
     *,
-    meshes: Sequence[str] = MESHES,
+    meshes: Sequence[str] | None = None,
     seconds: float = 20.0,
+    engine: Engine = "torch",
     report: Callable[[Result], object] = lambda result: None,
 ) -> list[Result]:
     """Prove architectures that do not stand in a file yet, and append a line for each; return the new results.
@@ -129,17 +134,20 @@ def run(
     Args:
         chosen: the architectures.
         output: a file of JSON lines; None keeps nothing.
-        meshes: the meshes that each is proved on.
+        meshes: the meshes that each is proved on; by default those of the engine.
         seconds: the longest that building, and each mesh, may take; a hang counts as an error.
+        engine: "jax" proves `shardlib.jax.compile_model`, on one device too. An error there ends an architecture's
+            proof: the graph is the same on every mesh.
         report: called with each result when it is known.
     """
-    known = {(result.library, result.name) for result in read(output)} if output else set()
+    meshes = MESHES_OF[engine] if meshes is None else meshes
+    known = {(result.engine, result.library, result.name) for result in read(output)} if output else set()
     made = []
     for entry in chosen:
-        if (entry.library, entry.name) in known:
+        if (engine, entry.library, entry.name) in known:
             continue
         begun = time.perf_counter()
-        result = prove(entry, meshes, seconds)
+        result = prove(entry, meshes, seconds, engine)
         result = dataclasses.replace(result, seconds=round(time.perf_counter() - begun, 1))
         made.append(result)
         if output:
@@ -178,8 +186,10 @@ def sample(chosen: Sequence[Entry], count: int, seed: int = 0) -> list[Entry]:
     return random.Random(seed).sample(list(chosen), min(count, len(chosen)))
 
 
-def prove(entry: Entry, meshes: Sequence[str], seconds: float) -> Result:
+def prove(entry: Entry, meshes: Sequence[str], seconds: float, engine: Engine = "torch") -> Result:
     """Return the result of one architecture; an error, crash or hang is part of it."""
+    if engine == "jax":
+        return _prove_on_jax(entry, meshes, seconds)
     result = Result(entry.library, entry.name, entry.cls)
     try:
         result = shared_pool(1).run(_alone, entry, meshes[0], timeout=seconds)[0]
@@ -193,6 +203,26 @@ def prove(entry: Entry, meshes: Sequence[str], seconds: float) -> Result:
             tried = _looked_into(entry, result, tried, mesh, seconds)
         result = tried
     return _counted(entry, result, meshes[0], seconds) if result.status == "proved" else result
+
+
+def _prove_on_jax(entry: Entry, meshes: Sequence[str], seconds: float) -> Result:
+    """Prove on the JAX engine, where a mesh holds global arrays: no model tells a batch from its halves."""
+    entry = dataclasses.replace(entry, experts="batched_mm")  # a loop over the experts that got tokens is no program
+    result = Result(entry.library, entry.name, entry.cls, engine="jax")
+    planned = next((mesh for mesh in meshes if MeshShape.of(mesh).world_size > 1), meshes[0])
+    try:
+        result = dataclasses.replace(shared_pool(1).run(_alone, entry, planned, timeout=seconds)[0], engine="jax")
+    except Exception as error:
+        return dataclasses.replace(result, error=_said(error))
+    for mesh in meshes:
+        if not result.built or result.error:
+            break
+        tried = _on_mesh(entry, result, mesh, seconds)
+        if tried.status == "wrong" and not result.upcast:
+            again = _on_mesh(entry, dataclasses.replace(result, upcast=True), mesh, seconds)
+            tried = again if again.proved.get(mesh) else tried
+        result = tried
+    return result
 
 
 def _counted(entry: Entry, result: Result, mesh: str, seconds: float) -> Result:
@@ -272,9 +302,10 @@ def _on_mesh(entry: Entry, result: Result, mesh: str, seconds: float) -> Result:
             functools.partial(_models.batch, entry, result.labels, result.extra),
             mesh,
             loss=_upcast_loss if result.upcast else mean_loss,
-            split=rows_of,
+            split=rows_of if result.engine == "torch" else None,
             steps=1,
             timeout=seconds,
+            engine=result.engine,
         )
     except Exception as error:
         said = result.error or f"{mesh}: {_said(error)}"
