@@ -264,6 +264,9 @@ def _summand(tensor: torch.Tensor, mesh: DeviceMesh, axis: int) -> torch.Tensor:
 # --- the database of ops ------------------------------------------------------------------------------------------
 
 
+_KINDS = ("hung", "crashed", "wrong", "refused", "gather", "rule", "random", "right")  # the worst first
+
+
 @dataclass(frozen=True)
 class Verdict:
     """All findings about one op."""
@@ -274,7 +277,7 @@ class Verdict:
     @property
     def kind(self) -> str:
         kinds = {f.kind for f in self.findings}
-        return next((k for k in ("hung", "crashed", "wrong", "gather", "rule") if k in kinds), "no samples")
+        return next((k for k in _KINDS if k in kinds), "no samples")
 
 
 _UNFIT = (

@@ -50,11 +50,37 @@ SEEN = torch.ones(5, 7, dtype=torch.bool).tril(2)
 NOTHING_SEEN = SEEN & (torch.arange(5) != 2)[:, None]
 LOGITS, CLASSES = _numbers(6, 5, seed=11), torch.tensor([0, 4, 2, -100, 1, 2])
 
+SQUARE = _numbers(3, 3, seed=21)
+POSITIVE_DEFINITE = SQUARE @ SQUARE.T + torch.eye(3, dtype=torch.float64)
+WIDE, TALL = _numbers(2, 3, 5, seed=22), _numbers(2, 5, 3, seed=23)
+COMPLEX = torch.complex(X, Y)
+PLACES, TIED = torch.tensor([[0, 1, 0], [2, 1, 1]]), torch.tensor([[1.0, 0, 2], [0, 1, 2], [2, 2, 0]]).double()
+BAGS, FIRST_OF_BAG = torch.tensor([0, 2, 1, 2, 0, 0]), torch.tensor([0, 2, 2, 5])
+WITH_NAN = torch.where(MASK, X, float("nan"))
+LOWER, UPPER = SQUARE.tril() + torch.eye(3).double(), SQUARE.triu() + torch.eye(3).double()
+# `torch.nn.LSTM(3, 4, 2, bidirectional=True, proj_size=2)` and the like: input, state, weights
+SEQUENCE = _numbers(5, 2, 3, seed=31)
+
+
+def _cells(gates: int, layers: int, directions: int, *, projection: int = 0, biases: bool = True) -> list[torch.Tensor]:
+    shapes: list[tuple[int, ...]] = []
+    for layer in range(layers):
+        own = 3 if layer == 0 else directions * (projection or 4)
+        cell = [(gates * 4, own), (gates * 4, projection or 4), *[(gates * 4,)] * (2 * biases)]
+        shapes += (cell + [(projection, 4)] * (projection > 0)) * directions
+    return [_numbers(*shape, seed=40 + i) for i, shape in enumerate(shapes)]
+
+
+def _states(count: int, hidden: int = 4) -> torch.Tensor:
+    return _numbers(count, 2, hidden, seed=32)
+
+
 _UNARY = """abs acos alias asin atan ceil cos cosh deg2rad detach erf erfc erfinv exp exp2 expm1 floor frac isfinite
 isinf isnan logical_not neg positive rad2deg reciprocal relu relu6 round selu sgn sigmoid sign signbit silu sin sinh
-softplus square tan tanh trunc mish log_sigmoid gelu hardtanh hardswish elu leaky_relu celu
+softplus square asinh angle conj_physical _neg_view i0 special_erfcx special_i0e special_i1 special_i1e
+special_log_ndtr square tan tanh trunc mish log_sigmoid gelu hardtanh hardswish elu leaky_relu celu
 clone contiguous"""
-_OF_POSITIVE = ("log", "log10", "log1p", "log2", "rsqrt", "sqrt", "lgamma")
+_OF_POSITIVE = ("log", "log10", "log1p", "log2", "rsqrt", "sqrt", "lgamma", "digamma", "special_entr", "special_ndtri")
 _COMPARED = ("eq", "ne", "lt", "le", "gt", "ge")
 
 Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
@@ -147,6 +173,28 @@ CASES: list[Call] = [
     _call(aten._to_copy.default, X, dtype=torch.bool),
     _call(aten.fill.Scalar, X, 2.0),
     _call(aten.fill.Tensor, X, S),
+    _call(aten.acosh.default, P + 1),
+    _call(aten.atanh.default, X * 0.8),
+    _call(aten.polygamma.default, 2, P),
+    _call(aten.copysign.Tensor, X, Y),
+    _call(aten.copysign.Tensor, TIED, -TIED),
+    _call(aten.gcd.default, IDS * 6, J[:, None] * 4),
+    _call(aten.lcm.default, IDS * 6, J[:, None] * 4),
+    _call(aten.igamma.default, P, P[:, :1]),
+    _call(aten.igammac.default, P, P[:, :1]),
+    _call(aten.nextafter.default, X, Y),
+    _call(aten.xlogy.Tensor, TIED, TIED + 1),
+    _call(aten.special_xlog1py.default, TIED, TIED),
+    _call(aten.special_zeta.default, P + 1.5, P),
+    _call(aten.frexp.Tensor, X),
+    _call(aten.complex.default, X, Y),
+    _call(aten.polar.default, P, Y),
+    _call(aten.view_as_complex.default, X.view(3, 2, 2)),
+    _call(aten.view_as_real.default, COMPLEX),
+    _call(aten._conj.default, COMPLEX),
+    _call(aten.view.dtype, X, torch.int32),
+    _call(aten.view.dtype, X, torch.int64),
+    _call(aten.view.dtype, X, torch.uint8),
     # new tensors
     _call(aten.full.default, (2, 3), 0.5),
     _call(aten.full.default, (2,), True),
@@ -213,6 +261,15 @@ CASES: list[Call] = [
     _call(aten.sort.stable, IDS, stable=True, dim=1),
     _call(aten.argsort.default, X, 0),
     _call(aten.histc.default, torch.tensor([0.0, 1.0, 1.0, 3.0, 4.0, 9.0]), 4, 0, 4),
+    _call(aten.logcumsumexp.default, X, 1),
+    *(_call(op, TIED, dim) for op in (aten.cummax.default, aten.cummin.default) for dim in (0, 1)),
+    _call(aten.kthvalue.default, X, 2, 0, True),
+    *(_call(op, given) for op in (aten.median.default, aten.nanmedian.default) for given in (X, TIED, WITH_NAN, IDS)),
+    *(_call(op, given, 1) for op in (aten.median.dim, aten.nanmedian.dim) for given in (X, WITH_NAN)),
+    _call(aten.mode.default, TIED, 1),
+    _call(aten.mode.default, IDS, 0, True),
+    _call(aten.histogram.bin_ct, X, 5),
+    _call(aten.histogram.bins_tensor, X, torch.tensor([-0.5, 0.0, 0.2, 1.0]).double(), weight=P, density=True),
     # moved
     _call(aten.view.default, X, (2, -1)),
     _call(aten.reshape.default, X.t(), (6, 2)),
@@ -276,6 +333,25 @@ CASES: list[Call] = [
     _call(aten.scatter_add.default, X, 0, IDS % 3, Y),
     _call(aten.one_hot.default, J, 4),
     _call(aten.bucketize.Tensor, X, torch.tensor([-0.5, 0.0, 0.5], dtype=torch.float64)),
+    *(
+        _call(aten.scatter_reduce.two, TIED, 0, PLACES, given, reduce, include_self=own)
+        for reduce in ("sum", "prod", "mean", "amax", "amin")
+        for own in (True, False)
+        for given in (TIED[:2], SQUARE)
+    ),
+    *(_call(aten.index_reduce.default, TIED, 1, J % 2, TIED, reduce) for reduce in ("prod", "mean", "amax", "amin")),
+    _call(aten.scatter_reduce.two, IDS, 1, J[:, None], IDS, "mean"),
+    _call(aten.scatter_reduce.two, IDS, 1, J[:, None], IDS, "amax", include_self=False),
+    _call(aten.put.default, X, PLACES, Y),
+    _call(aten.put.default, X, PLACES, Y, True),
+    _call(aten.masked_scatter.default, X, MASK, Y),
+    _call(aten.searchsorted.Tensor, X.sort(dim=1).values, Y, right=True),
+    _call(aten.searchsorted.Scalar, X.sort(dim=1).values[0], 0.2),
+    _call(aten.bucketize.Scalar, 0.1, torch.tensor([-0.5, 0.0, 0.5], dtype=torch.float64)),
+    _call(aten.embedding.default, X, IDS % 3, -1, True),
+    *(_call(aten._embedding_bag.default, X, BAGS, FIRST_OF_BAG, False, mode) for mode in (0, 1, 2)),
+    *(_call(aten._embedding_bag.default, TIED, BAGS, FIRST_OF_BAG, padding_idx=2, mode=mode) for mode in (0, 1, 2)),
+    _call(aten._embedding_bag.default, X, BAGS, FIRST_OF_BAG, True, 0, False, _numbers(6), True),
     # products
     _call(aten.linear.default, B3, C3[0].t().contiguous(), _numbers(5)),
     _call(aten.linear.default, V, Y),
@@ -292,6 +368,62 @@ CASES: list[Call] = [
     _call(aten.outer.default, V, _numbers(3)),
     _call(aten.einsum.default, "bij,bjk->bki", [B3, C3]),
     _call(aten.bilinear.default, X, Y, _numbers(2, 4, 4), _numbers(2)),
+    _call(aten.addbmm.default, _numbers(3, 5), B3, C3, beta=0.5, alpha=2),
+    _call(aten.vdot.default, V, _numbers(4, seed=5)),
+    *(_call(aten._cdist_forward.default, B3, _numbers(2, 5, 4), p, None) for p in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0)),
+    *(_call(aten._cdist_forward.default, TIED, TIED, p, None) for p in (0.5, 1.0, 1.5, 2.0, 3.0, float("inf"))),
+    _call(aten._pdist_forward.default, X, 2.0),
+    # linear algebra: of vectors that any sign or phase may have, both libraries take LAPACK's
+    *(_call(aten._linalg_svd.default, given, full) for given in (SQUARE, WIDE, TALL) for full in (False, True)),
+    _call(aten._linalg_svd.default, WIDE, False, False),
+    *(_call(aten._linalg_eigh.default, given, which) for given in (POSITIVE_DEFINITE, SQUARE) for which in "LU"),
+    _call(aten.linalg_eig.default, POSITIVE_DEFINITE @ LOWER),
+    _call(aten.linalg_eigvals.default, POSITIVE_DEFINITE @ LOWER),
+    *(_call(aten.linalg_qr.default, given, mode) for given in (SQUARE, TALL) for mode in ("reduced", "complete", "r")),
+    _call(aten.linalg_qr.default, WIDE),
+    _call(aten.geqrf.default, TALL),
+    _call(aten.linalg_householder_product.default, TALL, _numbers(2, 3, seed=24)),
+    *(_call(aten.ormqr.default, TALL, _numbers(2, 3), _numbers(2, 5, 4), True, t) for t in (False, True)),
+    *(_call(aten.ormqr.default, TALL, _numbers(2, 3), _numbers(2, 4, 5), False, t) for t in (False, True)),
+    *(_call(aten.linalg_cholesky_ex.default, POSITIVE_DEFINITE, upper=u) for u in (False, True)),
+    *(_call(aten.cholesky.default, POSITIVE_DEFINITE + SQUARE.triu(1), u) for u in (False,)),
+    *(_call(aten.cholesky_solve.default, _numbers(3, 2), factor, u) for factor, u in ((LOWER, False), (UPPER, True))),
+    *(_call(aten.cholesky_inverse.default, factor, u) for factor, u in ((LOWER, False), (UPPER, True))),
+    *(_call(aten.linalg_lu_factor_ex.default, given) for given in (SQUARE, WIDE, TALL)),
+    *(_call(aten.linalg_lu.default, given) for given in (SQUARE, WIDE, TALL)),
+    _call(aten.lu_unpack.default, *torch.linalg.lu_factor(WIDE)),
+    *(
+        _call(aten.linalg_lu_solve.default, *torch.linalg.lu_factor(SQUARE), _numbers(3, 3), left=left, adjoint=adjoint)
+        for left in (True, False)
+        for adjoint in (True, False)
+    ),
+    *(_call(aten.linalg_solve_triangular.default, UPPER, SQUARE, upper=True, left=left) for left in (True, False)),
+    _call(aten.linalg_solve_triangular.default, LOWER, _numbers(2, 3, 2), upper=False, unitriangular=True),
+    *(_call(aten.triangular_solve.default, SQUARE, UPPER, True, t, u) for t in (False, True) for u in (False, True)),
+    *(_call(aten._linalg_solve_ex.default, SQUARE, _numbers(3, 3, seed=25), left=left) for left in (True, False)),
+    _call(aten._linalg_solve_ex.default, SQUARE, _numbers(3)),
+    _call(aten.linalg_inv_ex.default, SQUARE),
+    _call(aten._linalg_det.default, SQUARE),
+    _call(aten._linalg_slogdet.default, SQUARE),
+    _call(aten.linalg_lstsq.default, TALL, _numbers(2, 5, 2)),
+    _call(aten.linalg_lstsq.default, WIDE, _numbers(2, 3, 2)),
+    _call(aten.linalg_matrix_exp.default, SQUARE),
+    *(_call(aten._fft_r2c.default, B3, [0, 2], norm, one) for norm in (0, 1, 2) for one in (True, False)),
+    *(_call(aten._fft_c2c.default, COMPLEX, [0, 1], norm, way) for norm in (0, 1, 2) for way in (True, False)),
+    *(_call(aten._fft_c2r.default, COMPLEX, [0, 1], norm, 2 * 3 + norm % 2) for norm in (0, 1, 2)),
+    # recurrent layers
+    _call(aten.lstm.input, SEQUENCE, [_states(2), _states(2)], _cells(4, 2, 1), True, 2, 0.0, True, False, False),
+    _call(
+        aten.lstm.input,
+        SEQUENCE.transpose(0, 1),
+        [_states(4, 2), _states(4)],
+        _cells(4, 2, 2, projection=2, biases=False),
+        *(False, 2, 0.0, True, True, True),
+    ),
+    *(
+        _call(op, SEQUENCE, _states(4), _cells(gates, 2, 2), True, 2, 0.0, False, True, False)
+        for op, gates in ((aten.gru.input, 3), (aten.rnn_tanh.input, 1), (aten.rnn_relu.input, 1))
+    ),
     # attention
     _call(aten.scaled_dot_product_attention.default, Q, K, VALUES),
     _call(aten.scaled_dot_product_attention.default, Q, K, VALUES, SEEN),
@@ -333,7 +465,16 @@ CASES: list[Call] = [
     _call(aten.adaptive_avg_pool2d.default, IMAGE, [3, 2]),
     _call(aten.adaptive_avg_pool2d.default, IMAGE, [1, 1]),
     _call(aten.adaptive_avg_pool1d.default, IMAGE1, [4]),
+    _call(aten.max_pool2d_with_indices.default, IMAGE, [3, 3], [2, 2], [1, 1], [1, 2], True),
+    _call(aten.max_pool3d_with_indices.default, IMAGE3, [2, 2, 2]),
+    _call(aten.adaptive_max_pool2d.default, IMAGE, [3, 4]),
+    _call(aten.adaptive_max_pool3d.default, IMAGE3, [2, 2, 2]),
+    _call(aten.fractional_max_pool2d.default, IMAGE, [2, 2], [3, 4], _positive(2, 4, 2) * 0.9),
+    _call(aten.fractional_max_pool3d.default, IMAGE3, [2, 2, 1], [2, 3, 2], _positive(1, 2, 3) * 0.9),
     # losses
+    _call(aten._ctc_loss.default, LOGITS.view(6, 1, 5), torch.tensor([[1, 2, 2]]), [6], [3]),
+    _call(aten._ctc_loss.default, _numbers(4, 2, 3).log_softmax(2), torch.tensor([1, 2, 1]), [4, 3], [2, 1]),
+    _call(aten._ctc_loss.default, _numbers(2, 1, 3).log_softmax(2), torch.tensor([[1, 1]]), [2], [2], 0, True),
     _call(aten.cross_entropy_loss.default, LOGITS, CLASSES),
     _call(aten.cross_entropy_loss.default, LOGITS, CLASSES, _positive(5), 1, -100, 0.2),
     _call(aten.cross_entropy_loss.default, LOGITS, CLASSES, None, 2),
@@ -351,7 +492,9 @@ CASES: list[Call] = [
 ]
 
 # Ops whose numbers are JAX's own, ops with no kernel on CPU, and other spellings of what has a case.
-_NOT_COMPARED = """bernoulli dropout native_dropout rand randn rand_like randn_like randint uniform exponential
+_NOT_COMPARED = """random normal normal_functional log_normal cauchy geometric poisson multinomial randperm
+randint_like rrelu_with_noise_functional _embedding_bag_forward_only max_pool1d_with_indices adaptive_max_pool1d
+_linalg_eigvals bernoulli dropout native_dropout rand randn rand_like randn_like randint uniform exponential
 empty empty_like empty_strided new_empty _grouped_mm grouped_mm_fallback view.dtype detach_copy split_with_sizes_copy
 _unsafe_view _unsafe_index _unsafe_index_put lift_fresh_copy concatenate true_divide numpy_T mT addmv ger nll_loss
 copy nll_loss2d _adaptive_avg_pool2d __and__ __or__ __xor__ native_layer_norm conj imag real"""
@@ -462,8 +605,9 @@ def _jax_does(op: Any, leaves: list[Any], structure: Any, trained: list[int], wa
         args, kwargs = pytree.tree_unflatten(mixed, structure)
         results = known.function(*args, **kwargs)
         results = list(results) if isinstance(results, tuple | list) else [results]
-        # As the interpreter does: the dtype is torch's.
-        return [r.astype(to_numpy(w).dtype) for r, w in zip(results, wanted, strict=True)]
+        # As the interpreter does: the dtype is torch's. What only torch's backward reads is not computed.
+        pairs = zip(results, wanted, strict=True)
+        return [jnp.asarray(to_numpy(w)) if r is None else r.astype(to_numpy(w).dtype) for r, w in pairs]
 
     results, pull = jax.vjp(function, *[leaves[at] for at in trained])
     if grads is None:

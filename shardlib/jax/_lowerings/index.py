@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from shardlib.errors import InputError
+from shardlib.jax._lowerings.gradients import scale_gradient, tangent_of
 from shardlib.jax._table import lowering
 
 __all__: list[str] = []
@@ -26,12 +30,55 @@ def _looked_up(x: Any, index: Any) -> Any:
 def _embedding(
     weight: Any, ids: Any, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False
 ) -> Any:
-    if scale_grad_by_freq:
-        raise InputError("An embedding with scale_grad_by_freq=True has no lowering. Leave the option out.")
     rows = weight.at[ids].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
+    if scale_grad_by_freq:
+        rows = scale_gradient(rows, 1 / _frequencies(ids, weight)[..., None])
     if padding_idx < 0:
         return rows
     return jnp.where((ids == padding_idx)[..., None], lax.stop_gradient(rows), rows)
+
+
+def _frequencies(ids: Any, weight: Any) -> Any:
+    """Return for each id how often it stands there."""
+    return jnp.zeros(weight.shape[0], weight.dtype).at[ids.reshape(-1)].add(1)[ids]
+
+
+@lowering("aten::_embedding_bag.default", "aten::_embedding_bag_forward_only.default")
+def _embedding_bag(
+    weight: Any,
+    ids: Any,
+    offsets: Any,
+    scale_grad_by_freq: bool = False,
+    mode: int = 0,
+    sparse: bool = False,
+    per_sample_weights: Any = None,
+    include_last_offset: bool = False,
+    padding_idx: int = -1,
+) -> Any:
+    """Return the sum, mean or maximum of each bag's rows; what torch's backward reads beside it is not computed."""
+    count = offsets.shape[0] - include_last_offset
+    bags = jnp.searchsorted(offsets[:count], jnp.arange(ids.shape[0]), side="right") - 1
+    rows = _embedding(weight, ids, scale_grad_by_freq=scale_grad_by_freq)
+    if per_sample_weights is not None:
+        rows = rows * per_sample_weights[:, None]
+    kept = jnp.ones(ids.shape, bool) if padding_idx < 0 else ids != padding_idx
+    bags = jnp.where(kept, bags, count)  # what is out of bounds is dropped
+    sizes = jnp.zeros(count, rows.dtype).at[bags].add(1, mode="drop")[:, None]
+    if mode == 2:
+        return _largest(rows, bags, sizes), None, None, None
+    total = jnp.zeros((count, rows.shape[1]), rows.dtype).at[bags].add(rows, mode="drop")
+    return total / jnp.maximum(sizes, 1) if mode == 1 else total, None, None, None
+
+
+def _largest(rows: Any, bags: Any, sizes: Any) -> Any:
+    """Return the maximum of each bag; the gradient goes to the first of equals."""
+    shape = (sizes.shape[0], rows.shape[1])
+    fixed = lax.stop_gradient(rows)
+    largest = jnp.full(shape, -jnp.inf, rows.dtype).at[bags].max(fixed, mode="drop")
+    own = largest.at[bags].get(mode="fill", fill_value=jnp.nan)
+    place = jnp.where(fixed == own, jnp.arange(rows.shape[0])[:, None], rows.shape[0])
+    first = jnp.full(shape, rows.shape[0]).at[bags].min(place, mode="drop")
+    return jnp.where(sizes > 0, jnp.take_along_axis(rows, first, axis=0, mode="fill", fill_value=0), 0)
 
 
 @lowering("aten::index.Tensor", "aten::_unsafe_index.Tensor")
@@ -96,10 +143,132 @@ def _scatter_add(x: Any, dim: int, index: Any, source: Any) -> Any:
     return x.at[_along(index, dim, x.ndim)].add(_for_index(source, index, x))
 
 
+@lowering("aten::scatter_reduce.two")
+def _scatter_reduce(
+    x: Any, dim: int, index: Any, source: Any, reduce: str, *, include_self: bool = True
+) -> Any:
+    at = _along(index, dim, x.ndim) if x.ndim else ()
+    source = _for_index(source, index, x)
+    if not x.ndim:
+        source = source.reshape(())
+    return _reduced_at(x, at, source, reduce, include_self)
+
+
+@lowering("aten::index_reduce.default")
+def _index_reduce(x: Any, dim: int, index: Any, source: Any, reduce: str, *, include_self: bool = True) -> Any:
+    at = (*[slice(None)] * (dim % x.ndim), index) if x.ndim else ()
+    source = source if x.ndim else source.reshape(())
+    return _reduced_at(x, at, source.astype(x.dtype), reduce, include_self)
+
+
+class _At:
+    """An index, which is not differentiated: its arrays need not be hashable."""
+
+    def __init__(self, index: Any) -> None:
+        self.index = index
+
+
+def _neutral(reduce: str, dtype: Any) -> Any:
+    """Return the number that a reduction begins with."""
+    if reduce in ("amax", "amin"):
+        low = reduce == "amax"
+        if jnp.issubdtype(dtype, jnp.inexact):
+            return jnp.asarray(-jnp.inf if low else jnp.inf, dtype)
+        return not low if dtype == np.bool_ else (jnp.iinfo(dtype).min if low else jnp.iinfo(dtype).max)
+    return jnp.asarray(reduce == "prod", dtype)
+
+
+def _reduced_at(x: Any, at: Any, source: Any, reduce: str, include_self: bool) -> Any:
+    """Reduce a source into the places of an index, which may come several times."""
+    if not include_self:
+        x = x.at[at].set(_neutral(reduce, x.dtype))
+    if reduce == "sum":
+        return x.at[at].add(source)
+    if reduce == "mean":
+        count = jnp.maximum(jnp.full(x.shape, int(include_self)).at[at].add(1), 1)
+        total = x.at[at].add(source)
+        return total / count.astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else total // count
+    if reduce == "prod":
+        return _product_at(x, _At(at), source) if jnp.issubdtype(x.dtype, jnp.inexact) else x.at[at].multiply(source)
+    return _extreme_at(x, at, source, reduce)
+
+
+def _extreme_at(x: Any, at: Any, source: Any, reduce: str) -> Any:
+    """Return extremes; equals share the gradient, as in torch."""
+    fixed, moved = lax.stop_gradient(x), lax.stop_gradient(source)
+    value = fixed.at[at].max(moved) if reduce == "amax" else fixed.at[at].min(moved)
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        return value
+    own, from_source = fixed == value, moved == value[at]
+    shares = own.astype(x.dtype).at[at].add(from_source.astype(x.dtype))
+    gradient = jnp.where(own, tangent_of(x), 0).at[at].add(jnp.where(from_source, tangent_of(source), 0))
+    return value + gradient / jnp.maximum(shares, 1)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _product_at(x: Any, at: _At, source: Any) -> Any:
+    """Return products, with a gradient also where an index repeats, for which JAX has none."""
+    return x.at[at.index].multiply(source)
+
+
+@_product_at.defjvp
+def _product_at_jvp(at: _At, primals: Any, tangents: Any) -> Any:
+    """Each factor's derivative is the product of the others: of all that are not zero, if no other one is."""
+    (x, source), (x_dot, source_dot) = primals, tangents
+    zeros = (x == 0).astype(jnp.int32).at[at.index].add((source == 0).astype(jnp.int32))
+    nonzero_x, nonzero = (jnp.where(each == 0, 1, each) for each in primals)
+    nonzeros = _product_at(nonzero_x, at, nonzero)
+
+    def others(factor: Any, nonzero_factor: Any, zeros: Any, product: Any) -> Any:
+        return jnp.where(zeros - (factor == 0) == 0, product / nonzero_factor, 0)
+
+    of_x = x_dot * others(x, nonzero_x, zeros, nonzeros)
+    of_source = source_dot * others(source, nonzero, zeros[at.index], nonzeros[at.index])
+    return _product_at(x, at, source), of_x.at[at.index].add(of_source)
+
+
 def _for_index(source: Any, index: Any, x: Any) -> Any:
     """Return the part of the source with the index's shape."""
     source = jnp.asarray(source, x.dtype)
     return source[tuple(slice(n) for n in index.shape)] if source.ndim else source
+
+
+@lowering("aten::put.default")
+def _put(x: Any, index: Any, source: Any, accumulate: bool = False) -> Any:
+    at = x.reshape(-1).at[index.reshape(-1)]
+    source = source.reshape(-1)[: index.size].astype(x.dtype)
+    return (at.add(source) if accumulate else at.set(source)).reshape(x.shape)
+
+
+@lowering("aten::masked_scatter.default")
+def _masked_scatter(x: Any, mask: Any, source: Any) -> Any:
+    """Replace elements where the mask is true, in order, by those of the source."""
+    x, mask = jnp.broadcast_arrays(x, mask)
+    nth = jnp.cumsum(mask.reshape(-1)).reshape(mask.shape) - 1
+    return jnp.where(mask, source.reshape(-1).at[nth].get(mode="clip", wrap_negative_indices=False), x)
+
+
+@lowering("aten::searchsorted.Tensor")
+def _searchsorted(
+    boundaries: Any, x: Any, *, out_int32: bool = False, right: bool = False, side: Any = None, sorter: Any = None
+) -> Any:
+    if sorter is not None:
+        boundaries = jnp.take_along_axis(boundaries, sorter, axis=-1)
+    search = functools.partial(jnp.searchsorted, side=side or ("right" if right else "left"))
+    if boundaries.ndim == 1:
+        return search(boundaries, x)
+    rows = jax.vmap(search)(boundaries.reshape(-1, boundaries.shape[-1]), x.reshape(-1, x.shape[-1]))
+    return rows.reshape(x.shape)
+
+
+@lowering("aten::searchsorted.Scalar")
+def _searchsorted_number(boundaries: Any, x: Any, **options: Any) -> Any:
+    return _searchsorted(boundaries, jnp.asarray(x), **options)
+
+
+@lowering("aten::bucketize.Scalar")
+def _bucketize_number(x: Any, boundaries: Any, **options: Any) -> Any:
+    return _searchsorted(boundaries, jnp.asarray(x), **options)
 
 
 @lowering("aten::one_hot.default")

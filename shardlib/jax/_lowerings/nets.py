@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from shardlib.jax._lowerings.gradients import tangent_of
 from shardlib.jax._table import lowering
 
 __all__: list[str] = []
@@ -19,7 +20,7 @@ __all__: list[str] = []
 # --- convolutions ---------------------------------------------------------------------------------------------------
 
 
-def _each(value: int | Sequence[int], count: int) -> tuple[int, ...]:
+def _each(value: Any, count: int) -> tuple[int, ...]:
     """Return one number per dim; a single number stands for all."""
     values = (value,) if isinstance(value, int) else tuple(value)
     return values * count if len(values) == 1 else values
@@ -135,36 +136,69 @@ def _max_pool(
     kernel = _each(kernel, dims)
     low = -jnp.inf if jnp.issubdtype(x.dtype, jnp.floating) else np.iinfo(x.dtype).min
     start = np.asarray(low, x.dtype)
-    if any(d != 1 for d in _each(dilation, dims)):
-        return _dilated_max(
-            x, start, kernel, _each(stride or kernel, dims), _each(padding, dims), _each(dilation, dims), ceil_mode
-        )
+    if any(d != 1 for d in _each(dilation, dims)):  # which JAX (0.10) does not differentiate
+        return _max_pool_with_indices(x, kernel, stride, padding, dilation, ceil_mode)[0]
     return _pooled(
         x, start, lax.max, kernel, _each(stride or kernel, dims), _each(padding, dims), _each(dilation, dims), ceil_mode
     )
 
 
-def _dilated_max(x: Any, start: Any, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool) -> Any:
-    """Compute dilated max pooling, which JAX (0.10) does not differentiate, from one slice per window element."""
-    dims = len(kernel)
-    sizes = x.shape[-dims:]
-    pairs = [_windows(*each, ceil_mode) for each in zip(sizes, kernel, stride, padding, dilation, strict=True)]
-    x = lax.pad(x, jnp.asarray(start, x.dtype), [(0, 0, 0)] * (x.ndim - dims) + [(a, b, 0) for a, b in pairs])
-    outs = [
-        (n - d * (k - 1) - 1) // s + 1 for n, k, s, d in zip(x.shape[-dims:], kernel, stride, dilation, strict=True)
-    ]
-    slices = []
-    for index in np.ndindex(*kernel):
-        firsts = [p * d for p, d in zip(index, dilation, strict=True)]
-        at = (slice(f, f + (n - 1) * s + 1, s) for f, n, s in zip(firsts, outs, stride, strict=True))
-        slices.append(x[(..., *at)])
-    stacked = jnp.stack(slices)
-    return jnp.take_along_axis(stacked, jnp.argmax(stacked, axis=0, keepdims=True), axis=0)[0]
-
-
 def _dims_of(x: Any, kernel: Any) -> int:
     """Return the number of pooled dims, which follow batch and channels."""
     return x.ndim - 2 if isinstance(kernel, int) or len(kernel) == 1 else len(kernel)
+
+
+@lowering(*(f"aten::max_pool{n}d_with_indices.default" for n in (1, 2, 3)))
+def _max_pool_with_indices(
+    x: Any, kernel: Any, stride: Any = (), padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False
+) -> tuple[Any, Any]:
+    dims = _dims_of(x, kernel)
+    kernel, padding, dilation = (_each(value, dims) for value in (kernel, padding, dilation))
+    stride = _each(stride or kernel, dims)
+    positions = []
+    for size, k, s, p, d in zip(x.shape[-dims:], kernel, stride, padding, dilation, strict=True):
+        before, after = _windows(size, k, s, p, d, ceil_mode)
+        outs = (size + before + after - d * (k - 1) - 1) // s + 1
+        positions.append(np.arange(outs)[:, None] * s - p + np.arange(k) * d)
+    return _largest_in_windows(x, positions)
+
+
+@lowering(*(f"aten::adaptive_max_pool{n}d.default" for n in (1, 2, 3)))
+def _adaptive_max_pool(x: Any, output_size: Any) -> tuple[Any, Any]:
+    sizes = (output_size,) if isinstance(output_size, int) else tuple(output_size)
+    positions = []
+    for ins, outs in zip(x.shape[-len(sizes) :], sizes, strict=True):
+        starts = np.arange(outs) * ins // outs
+        stops = -(-(np.arange(outs) + 1) * ins // outs)
+        at = starts[:, None] + np.arange(max(stops - starts, default=1))
+        positions.append(np.where(at < stops[:, None], at, -1))
+    return _largest_in_windows(x, positions)
+
+
+def _largest_in_windows(x: Any, positions: Sequence[Any]) -> tuple[Any, Any]:
+    """Return the first maximum of each window, and its index in the pooled dims, flat.
+
+    Args:
+        x: an array whose last dims are pooled.
+        positions: for each of them the positions in each window, `(windows, positions)`; outside of the array is none.
+    """
+    dims, sizes = len(positions), x.shape[-len(positions) :]
+    outer = x.ndim - dims
+    inside, flat = True, 0
+    for d, (at, size) in enumerate(zip(positions, sizes, strict=True)):
+        axis = outer + 2 * d
+        x = jnp.take(x, jnp.clip(at, 0, size - 1).reshape(-1), axis=axis)
+        x = x.reshape(*x.shape[:axis], *at.shape, *x.shape[axis + 1 :])
+        own = at.reshape([n for e in range(dims) for n in (at.shape if e == d else (1, 1))])
+        inside, flat = inside & (own >= 0) & (own < size), flat * size + own
+    order = [*range(0, 2 * dims, 2), *range(1, 2 * dims, 2)]
+    outs = x.shape[outer::2]
+    rows = jnp.transpose(x, [*range(outer), *(outer + d for d in order)]).reshape(*x.shape[:outer], *outs, -1)
+    inside, flat = (jnp.transpose(jnp.asarray(t), order).reshape(*outs, -1) for t in (inside, flat))
+    low = -jnp.inf if jnp.issubdtype(x.dtype, jnp.floating) else np.iinfo(x.dtype).min
+    chosen = jnp.argmax(jnp.where(inside, lax.stop_gradient(rows), low), axis=-1, keepdims=True)
+    values = jnp.take_along_axis(rows, chosen, axis=-1)[..., 0]
+    return values, jnp.take_along_axis(jnp.broadcast_to(flat, rows.shape), chosen, axis=-1)[..., 0]
 
 
 @lowering(*(f"aten::avg_pool{n}d.default" for n in (1, 2, 3)))
@@ -213,6 +247,28 @@ def _averages(ins: int, outs: int) -> np.ndarray:
         start, stop = i * ins // outs, -(-(i + 1) * ins // outs)
         matrix[start:stop, i] = 1 / (stop - start)
     return matrix
+
+
+@lowering("aten::fractional_max_pool2d.default", "aten::fractional_max_pool3d.default")
+def _fractional_max_pool(x: Any, kernel: Any, output_size: Any, samples: Any) -> tuple[Any, Any]:
+    """Pool windows whose starts are drawn for each channel (torch's sequence, of Graham, arXiv:1412.6071)."""
+    dims = len(kernel)
+    samples = samples[..., ::-1] if dims == 2 else samples  # in two dims, torch draws the width's first
+
+    def of_channel(plane: Any, drawn: Any) -> tuple[Any, Any]:
+        return _largest_in_windows(plane, [starts(plane, drawn, d) for d in range(dims)])
+
+    def starts(plane: Any, drawn: Any, d: int) -> Any:
+        ins, outs, size = plane.shape[d], output_size[d], kernel[d]
+        alpha = (ins - size) / max(outs - 1, 1)
+        begins = jnp.floor((jnp.arange(outs) + drawn[d]) * alpha).astype(jnp.int32)
+        begins = (begins - jnp.floor(drawn[d] * alpha).astype(jnp.int32)).at[-1].set(ins - size)
+        return begins[:, None] + jnp.arange(size)
+
+    planes = x.reshape(-1, *x.shape[-dims:])
+    values, indices = jax.vmap(of_channel)(planes, samples.reshape(-1, dims))
+    outer = x.shape[:-dims]
+    return values.reshape(*outer, *values.shape[1:]), indices.reshape(*outer, *indices.shape[1:])
 
 
 # --- losses ---------------------------------------------------------------------------------------------------------
@@ -313,3 +369,53 @@ def _kl_div(x: Any, target: Any, reduction: int = 1, log_target: bool = False) -
         return _reduced(jnp.exp(target) * (target - x), reduction)
     positive = target > 0
     return _reduced(jnp.where(positive, target * (jnp.log(jnp.where(positive, target, 1)) - x), 0), reduction)
+
+
+@lowering("aten::_ctc_loss.default", "aten::_ctc_loss.Tensor")
+def _ctc_loss(
+    logp: Any, targets: Any, input_lengths: Any, target_lengths: Any, blank: int = 0, zero_infinity: bool = False
+) -> tuple[Any, None]:
+    """Return the loss of each example, by the forward recursion over states (Graves et al. 2006, section 4.1).
+
+    As torch's, the gradient is that of unnormalised scores: a step of `log_softmax` before it makes both equal.
+    """
+    batched = logp.ndim == 3
+    logp = logp if batched else logp[:, None]
+    steps, count, _ = logp.shape
+    ins, outs = (jnp.atleast_1d(jnp.asarray(lengths)) for lengths in (input_lengths, target_lengths))
+    labels = _labels(jnp.atleast_1d(targets), outs, count)
+    states = jnp.full((count, 2 * labels.shape[1] + 1), blank, labels.dtype).at[:, 1::2].set(labels)
+    before = jnp.pad(states, ((0, 0), (2, 0)), constant_values=blank)[:, :-2]
+    may_skip = (states != blank) & (states != before)
+    own = jnp.take_along_axis(logp, states[None], axis=2)  # (steps, examples, states)
+    first = jnp.arange(states.shape[1]) < jnp.where(outs > 0, 2, 1)[:, None]
+
+    def step(alpha: Any, now: Any) -> tuple[Any, None]:
+        t, scores = now
+        one, two = (jnp.pad(alpha, ((0, 0), (n, 0)), constant_values=_NEVER)[:, :-n] for n in (1, 2))
+        paths = jnp.stack([alpha, one, jnp.where(may_skip, two, _NEVER)])
+        new = jax.nn.logsumexp(paths, axis=0) + scores
+        return jnp.where((t < ins)[:, None], new, alpha), None
+
+    start = jnp.where(first, own[0], _NEVER)
+    alpha, _ = lax.scan(step, start, (jnp.arange(1, steps), own[1:]))
+    ends = jnp.stack([2 * outs, jnp.maximum(2 * outs - 1, 0)], axis=1)
+    last = jnp.take_along_axis(alpha, ends, axis=1)
+    last = last.at[:, 1].set(jnp.where(outs > 0, last[:, 1], _NEVER))
+    loss = -jax.nn.logsumexp(last, axis=1)
+    impossible = loss > -_NEVER / 2
+    seen = (jnp.arange(steps)[:, None] < ins) & ~impossible
+    loss = loss + jnp.sum(jnp.where(seen[..., None], jnp.exp(lax.stop_gradient(logp)) * tangent_of(logp), 0), (0, 2))
+    loss = jnp.where(impossible, 0 if zero_infinity else jnp.inf, loss)
+    return loss if batched else loss[0], None
+
+
+_NEVER = -1e30  # the logarithm of zero, with which differences can be taken
+
+
+def _labels(targets: Any, lengths: Any, count: int) -> Any:
+    """Return labels of shape `(examples, labels)`, also for examples one after the other."""
+    if targets.ndim == 2:
+        return targets
+    starts = jnp.cumsum(lengths) - lengths
+    return targets.at[starts[:, None] + jnp.arange(targets.shape[0])].get(mode="clip")

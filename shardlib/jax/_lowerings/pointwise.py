@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import torch
 from jax import lax
+from jax.scipy import special
 
 from shardlib.jax._dtypes import as_dtype, promote, promoted
 from shardlib.jax._table import lowering
@@ -20,17 +21,24 @@ __all__: list[str] = []
 _UNARY: dict[str, Callable[[Any], Any]] = {
     "abs": jnp.abs,
     "acos": jnp.arccos,
+    "acosh": jnp.arccosh,
     "alias": lambda x: x,
+    "angle": jnp.angle,
     "asin": jnp.arcsin,
+    "asinh": jnp.arcsinh,
     "atan": jnp.arctan,
+    "atanh": jnp.arctanh,
     "bitwise_not": jnp.bitwise_not,
     "ceil": jnp.ceil,
     "conj": jnp.conj,
+    "conj_physical": jnp.conj,
+    "_conj": jnp.conj,
     "cos": jnp.cos,
     "cosh": jnp.cosh,
     "deg2rad": jnp.deg2rad,
     "detach": lax.stop_gradient,
     "detach_copy": lax.stop_gradient,
+    "digamma": lax.digamma,
     "erf": lax.erf,
     "erfc": lax.erfc,
     "erfinv": lax.erf_inv,
@@ -38,7 +46,9 @@ _UNARY: dict[str, Callable[[Any], Any]] = {
     "exp2": jnp.exp2,
     "expm1": jnp.expm1,
     "floor": jnp.floor,
+    "_neg_view": jnp.negative,
     "frac": lambda x: x - jnp.trunc(x),
+    "i0": special.i0,
     "imag": jnp.imag,
     "isfinite": jnp.isfinite,
     "isinf": jnp.isinf,
@@ -68,6 +78,13 @@ _UNARY: dict[str, Callable[[Any], Any]] = {
     "silu": jax.nn.silu,
     "sin": jnp.sin,
     "sinh": jnp.sinh,
+    "special_entr": special.entr,
+    "special_erfcx": special.erfcx,
+    "special_i0e": special.i0e,
+    "special_i1": special.i1,
+    "special_i1e": special.i1e,
+    "special_log_ndtr": special.log_ndtr,
+    "special_ndtri": special.ndtri,
     "sqrt": jnp.sqrt,
     "square": jnp.square,
     "tan": jnp.tan,
@@ -76,6 +93,7 @@ _UNARY: dict[str, Callable[[Any], Any]] = {
 }
 # Whole numbers that are not asked to stay whole become the default float.
 _WHOLE = {"abs", "alias", "bitwise_not", "ceil", "conj", "detach", "detach_copy", "floor", "imag", "isfinite", "isinf"}
+_WHOLE |= {"_conj", "_neg_view", "conj_physical"}
 _WHOLE |= {"isnan", "logical_not", "neg", "positive", "real", "relu", "relu6", "round", "sgn", "sign", "signbit"}
 _WHOLE |= {"square", "trunc"}
 
@@ -125,6 +143,15 @@ _BINARY: dict[str, tuple[str, Callable[[Any, Any], Any]]] = {
     "hypot": ("default", jnp.hypot),
     "atan2": ("default", lambda a, b: jnp.arctan2(*_floats(a, b))),
     "logaddexp": ("default", jnp.logaddexp),
+    "copysign": ("Tensor Scalar", lambda a, b: jnp.copysign(*_floats(a, b))),
+    "gcd": ("default", jnp.gcd),
+    "igamma": ("default", special.gammainc),
+    "igammac": ("default", special.gammaincc),
+    "lcm": ("default", jnp.lcm),
+    "nextafter": ("default", jnp.nextafter),
+    "special_xlog1py": ("default other_scalar self_scalar", lambda a, b: special.xlog1py(*_floats(a, b))),
+    "special_zeta": ("default other_scalar self_scalar", lambda a, b: special.zeta(*_floats(a, b))),
+    "xlogy": ("Tensor Scalar_Other Scalar_Self", lambda a, b: special.xlogy(*_floats(a, b))),
 }
 
 
@@ -191,6 +218,36 @@ def _pow(x: Any, exponent: float) -> Any:
     if float(exponent).is_integer() and abs(exponent) <= 64:
         return lax.integer_pow(x, int(exponent))
     return jnp.sqrt(x) if exponent == 0.5 else jnp.power(x, exponent)
+
+
+@lowering("aten::polygamma.default", elementwise=True)
+def _polygamma(n: int, x: Any) -> Any:
+    return special.polygamma(n, *_floats(x))
+
+
+@lowering("aten::frexp.Tensor", elementwise=True)
+def _frexp(x: Any) -> Any:
+    return jnp.frexp(x)
+
+
+@lowering("aten::complex.default", elementwise=True)
+def _complex(real: Any, imag: Any) -> Any:
+    return lax.complex(*_broadcast(real, imag))
+
+
+@lowering("aten::polar.default", elementwise=True)
+def _polar(length: Any, angle: Any) -> Any:
+    return lax.complex(*_broadcast(length * jnp.cos(angle), length * jnp.sin(angle)))
+
+
+@lowering("aten::view_as_complex.default")
+def _view_as_complex(x: Any) -> Any:
+    return lax.complex(x[..., 0], x[..., 1])
+
+
+@lowering("aten::view_as_real.default")
+def _view_as_real(x: Any) -> Any:
+    return jnp.stack([x.real, x.imag], axis=-1)
 
 
 @lowering(

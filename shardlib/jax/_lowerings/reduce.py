@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from shardlib.jax._dtypes import as_dtype
+from shardlib.jax._lowerings.gradients import tangent_of
 from shardlib.jax._table import lowering
 
 __all__: list[str] = []
@@ -179,12 +180,16 @@ def _diff(x: Any, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = 
 
 @lowering("aten::topk.default")
 def _topk(x: Any, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
+    if not x.ndim:
+        return x, jnp.zeros((), jnp.int32)
     index = jnp.moveaxis(lax.top_k(jnp.moveaxis(x if largest else -x, dim, -1), k)[1], -1, dim)
     return jnp.take_along_axis(x, index, axis=dim), index
 
 
 @lowering("aten::sort.default")
 def _sort(x: Any, dim: int = -1, descending: bool = False) -> Any:
+    if not x.ndim:
+        return x, jnp.zeros((), jnp.int32)
     index = jnp.argsort(x, axis=dim, stable=True, descending=descending)
     return jnp.take_along_axis(x, index, axis=dim), index
 
@@ -197,6 +202,94 @@ def _sort_stable(x: Any, stable: bool | None = True, dim: int = -1, descending: 
 @lowering("aten::argsort.default")
 def _argsort(x: Any, dim: int = -1, descending: bool = False) -> Any:
     return _sort(x, dim, descending)[1]
+
+
+@lowering("aten::logcumsumexp.default")
+def _logcumsumexp(x: Any, dim: int) -> Any:
+    return lax.cumlogsumexp(x, axis=dim % x.ndim) if x.ndim else x
+
+
+for _name, _running in {"cummax": lax.cummax, "cummin": lax.cummin}.items():
+
+    @lowering(f"aten::{_name}.default")
+    def _running_extreme(x: Any, dim: int, _running: Any = _running) -> Any:
+        """Return running extremes and their indices, the last of equals; the gradient goes to the indexed element."""
+        if not x.ndim:
+            return x, jnp.zeros((), jnp.int32)
+        dim %= x.ndim
+        fixed = lax.stop_gradient(x)
+        reached = (fixed == _running(fixed, axis=dim)) | jnp.isnan(fixed)
+        index = lax.cummax(jnp.where(reached, lax.broadcasted_iota(jnp.int32, x.shape, dim), 0), axis=dim)
+        return jnp.take_along_axis(x, index, axis=dim), index
+
+
+@lowering("aten::kthvalue.default")
+def _kthvalue(x: Any, k: int, dim: int = -1, keepdim: bool = False) -> Any:
+    return _picked(x, lambda index: lax.index_in_dim(index, k - 1, -1), dim, keepdim)
+
+
+def _picked(x: Any, choose: Callable[[Any], Any], dim: int, keepdim: bool) -> Any:
+    """Return the element of each row that `choose` takes from the indices in sorted order, and its index."""
+    rows = jnp.moveaxis(x, dim, -1) if x.ndim else x.reshape(1)
+    index = choose(jnp.argsort(rows, axis=-1, stable=True))
+    value = jnp.take_along_axis(rows, index, axis=-1)
+    if not keepdim or not x.ndim:
+        return value[..., 0], index[..., 0]
+    return jnp.moveaxis(value, -1, dim), jnp.moveaxis(index, -1, dim)
+
+
+for _name, _skips in {"median": False, "nanmedian": True}.items():
+
+    @lowering(f"aten::{_name}.dim")
+    def _median(x: Any, dim: int, keepdim: bool = False, _skips: bool = _skips) -> Any:
+        """Return the lower median and its index. Without `_skips`, NaN is the median of what has one."""
+        numbers = jnp.sum(~jnp.isnan(jnp.moveaxis(x, dim, -1) if x.ndim else x.reshape(1)), axis=-1, keepdims=True)
+        length = x.shape[dim] if x.ndim else 1
+        middle = jnp.maximum(numbers - 1, 0) // 2
+        at = middle if _skips else jnp.where(numbers < length, numbers, middle)
+        return _picked(x, lambda index: jnp.take_along_axis(index, at, axis=-1), dim, keepdim)
+
+    @lowering(f"aten::{_name}.default")
+    def _median_of_all(x: Any, _skips: bool = _skips, _median: Any = _median) -> Any:
+        """Return the median; equals share the gradient."""
+        value = _median(lax.stop_gradient(x).reshape(-1), 0, _skips=_skips)[0]
+        same = (x == value) | (jnp.isnan(x) & jnp.isnan(value))
+        return value + jnp.sum(jnp.where(same, tangent_of(x) / jnp.sum(same), 0)) if _inexact(x) else value
+
+
+def _inexact(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+@lowering("aten::mode.default")
+def _mode(x: Any, dim: int = -1, keepdim: bool = False) -> Any:
+    """Return the most frequent value of each row, the least of several, and its last index."""
+    rows = jnp.moveaxis(x, dim, -1) if x.ndim else x.reshape(1)
+    fixed = lax.stop_gradient(rows)
+    equal = fixed[..., :, None] == fixed[..., None, :]
+    counts = jnp.sum(equal, axis=-1)
+    most = counts == jnp.max(counts, axis=-1, keepdims=True)
+    least = jnp.min(jnp.where(most, fixed, jnp.max(fixed, axis=-1, keepdims=True)), axis=-1, keepdims=True)
+    index = rows.shape[-1] - 1 - jnp.argmax(jnp.flip(fixed == least, -1), axis=-1, keepdims=True)
+    value = jnp.take_along_axis(rows, index, axis=-1)
+    if not keepdim or not x.ndim:
+        return value[..., 0], index[..., 0]
+    return jnp.moveaxis(value, -1, dim), jnp.moveaxis(index, -1, dim)
+
+
+@lowering("aten::histogram.bin_ct")
+def _histogram(x: Any, bins: int = 100, *, range: Any = None, weight: Any = None, density: bool = False) -> Any:
+    low, high = (jnp.min(x), jnp.max(x)) if range is None else range
+    even = low == high
+    low, high = jnp.where(even, low - 0.5, low), jnp.where(even, high + 0.5, high)
+    return _histogram_of(x, jnp.linspace(low, high, bins + 1, dtype=x.dtype), weight=weight, density=density)
+
+
+@lowering("aten::histogram.bins_tensor")
+def _histogram_of(x: Any, bins: Any, *, weight: Any = None, density: bool = False) -> Any:
+    weights = None if weight is None else weight.reshape(-1)
+    counted, edges = jnp.histogram(x.reshape(-1), bins, weights=weights, density=density)
+    return counted.astype(x.dtype), edges
 
 
 @lowering("aten::histc.default")

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from shardlib.errors import InputError
-from shardlib.jax._dtypes import promote
+from shardlib.jax._dtypes import as_dtype, promote
 from shardlib.jax._table import lowering
 
 __all__ = ["concrete"]
@@ -218,7 +219,9 @@ _PADS = {"reflect": "reflect", "replicate": "edge", "circular": "wrap"}
 def _pad(x: Any, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Any:
     if mode == "constant":
         return _constant_pad(x, pad, value or 0)
-    return jnp.pad(x, _widths(x, pad), mode=_PADS[mode])
+    widths = _widths(x, pad)
+    padded = jnp.pad(x, [(max(low, 0), max(high, 0)) for low, high in widths], mode=_PADS[mode])
+    return lax.pad(padded, jnp.zeros((), x.dtype), [(min(low, 0), min(high, 0), 0) for low, high in widths])
 
 
 @lowering("aten::constant_pad_nd.default")
@@ -236,4 +239,12 @@ def _widths(x: Any, pad: Sequence[int]) -> list[tuple[int, int]]:
 
 @lowering("aten::view.dtype")
 def _view_dtype(x: Any, dtype: Any) -> Any:
-    raise InputError(f"A tensor is viewed as {dtype}, bit by bit, which has no gradient and no lowering. Use .to().")
+    """View the bits as another dtype, without a gradient; the last dim grows or shrinks with the size of numbers."""
+    own, new = x.dtype, as_dtype(dtype)
+    if np.bool_ in (own, new) or any(jnp.issubdtype(each, jnp.complexfloating) for each in (own, new)):
+        raise InputError(f"A tensor of {own} is viewed as {dtype}, bit by bit, for which JAX has no op. Use .to().")
+    x = lax.stop_gradient(x)
+    if own.itemsize < new.itemsize:
+        x = x.reshape(*x.shape[:-1], -1, new.itemsize // own.itemsize)
+    y = lax.bitcast_convert_type(x, new)
+    return y.reshape(*y.shape[:-2], -1) if own.itemsize > new.itemsize else y
