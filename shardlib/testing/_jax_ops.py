@@ -49,15 +49,29 @@ class _Calls(nn.Module):
         return [pytree.tree_leaves(s.run(own)) for s, own in zip(self.samples, copies, strict=True)]
 
 
-def check_on_jax(name: str, count: int) -> Verdict:
-    """Check some samples of one op; runs in a process where JAX has 64-bit numbers."""
+def check_on_jax(names: Sequence[str], count: int, dtype: torch.dtype | None) -> list[Verdict]:
+    """Check some samples of each op; runs in a process where JAX has 64-bit numbers."""
     warnings.simplefilter("ignore")
-    cases = [case for sample in samples_of(name, count=count) if (case := _case(sample)) is not None]
-    findings = _compared(cases) if cases else []
-    if any(finding.kind != "right" for finding in findings):  # which of them
-        findings = [finding for case in cases for finding in _compared([case])]
+    cases = [
+        (name, case)
+        for name in names
+        for sample in samples_of(name, count=count, dtype=dtype)
+        if (case := _case(sample)) is not None
+    ]
+    found = _findings([case for _, case in cases])
     jax.clear_caches()
-    return Verdict(name, tuple(findings))
+    return [Verdict(name, tuple(f for (own, _), f in zip(cases, found, strict=True) if own == name)) for name in names]
+
+
+def _findings(cases: Sequence[_Case]) -> list[Finding]:
+    """Check cases in one program; in halves if one of them is refused, or draws numbers, to find out which."""
+    if not cases:
+        return []
+    found = _compared(cases)
+    if len(cases) == 1 or (len(found) == len(cases) and all(f.kind in ("right", "wrong") for f in found)):
+        return found
+    half = len(cases) // 2
+    return [*_findings(cases[:half]), *_findings(cases[half:])]
 
 
 def _case(sample: Sample) -> _Case | None:

@@ -256,10 +256,10 @@ class Listed(nn.Module):
 class Unknown(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.PixelShuffle(2), nn.CTCLoss()
+        self.first = nn.PixelShuffle(2)  # which torch decomposes
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.linalg.det(self.first(x)[:, 0]) + torch.special.zeta(x[:, 0, 0, 0], x[:, 0, 0, 0])
+        return torch.special.airy_ai(self.first(x)) + torch.special.bessel_y0(x.sum())
 
 
 class Masked(nn.Module):

@@ -13,6 +13,7 @@ from jax import lax
 
 from shardlib.errors import InputError
 from shardlib.jax._lowerings.gradients import scale_gradient, tangent_of
+from shardlib.jax._lowerings.views import on_rows
 from shardlib.jax._table import lowering
 
 __all__: list[str] = []
@@ -107,16 +108,19 @@ def _index_put(x: Any, indices: Sequence[Any], values: Any, accumulate: bool = F
 
 
 @lowering("aten::index_select.default")
+@on_rows
 def _index_select(x: Any, dim: int, index: Any) -> Any:
     return _looked_up(x, (*[slice(None)] * (dim % x.ndim), index.reshape(-1)))
 
 
 @lowering("aten::index_add.default")
+@on_rows
 def _index_add(x: Any, dim: int, index: Any, source: Any, alpha: float = 1) -> Any:
     return x.at[(*[slice(None)] * (dim % x.ndim), index)].add((source * alpha).astype(x.dtype))
 
 
 @lowering("aten::index_copy.default")
+@on_rows
 def _index_copy(x: Any, dim: int, index: Any, source: Any) -> Any:
     return x.at[(*[slice(None)] * (dim % x.ndim), index)].set(source.astype(x.dtype))
 
@@ -128,6 +132,8 @@ def _gather(x: Any, dim: int, index: Any, sparse_grad: bool = False) -> Any:
 
 def _along(index: Any, dim: int, ndim: int) -> tuple[Any, ...]:
     """Return an index with the identity in every other dim; the index may be smaller than the tensor."""
+    if not ndim:
+        return ()
     own = [jnp.arange(n).reshape([-1 if i == d else 1 for i in range(ndim)]) for d, n in enumerate(index.shape)]
     own[dim % ndim] = index
     return tuple(own)
@@ -144,20 +150,14 @@ def _scatter_add(x: Any, dim: int, index: Any, source: Any) -> Any:
 
 
 @lowering("aten::scatter_reduce.two")
-def _scatter_reduce(
-    x: Any, dim: int, index: Any, source: Any, reduce: str, *, include_self: bool = True
-) -> Any:
-    at = _along(index, dim, x.ndim) if x.ndim else ()
-    source = _for_index(source, index, x)
-    if not x.ndim:
-        source = source.reshape(())
-    return _reduced_at(x, at, source, reduce, include_self)
+def _scatter_reduce(x: Any, dim: int, index: Any, source: Any, reduce: str, *, include_self: bool = True) -> Any:
+    return _reduced_at(x, _along(index, dim, x.ndim), _for_index(source, index, x), reduce, include_self)
 
 
 @lowering("aten::index_reduce.default")
+@on_rows
 def _index_reduce(x: Any, dim: int, index: Any, source: Any, reduce: str, *, include_self: bool = True) -> Any:
-    at = (*[slice(None)] * (dim % x.ndim), index) if x.ndim else ()
-    source = source if x.ndim else source.reshape(())
+    at = (*[slice(None)] * (dim % x.ndim), index)
     return _reduced_at(x, at, source.astype(x.dtype), reduce, include_self)
 
 
@@ -230,6 +230,8 @@ def _product_at_jvp(at: _At, primals: Any, tangents: Any) -> Any:
 def _for_index(source: Any, index: Any, x: Any) -> Any:
     """Return the part of the source with the index's shape."""
     source = jnp.asarray(source, x.dtype)
+    if not x.ndim:
+        return source.reshape(())
     return source[tuple(slice(n) for n in index.shape)] if source.ndim else source
 
 

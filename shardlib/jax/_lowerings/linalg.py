@@ -162,9 +162,7 @@ def _lu(x: Any, *, pivot: bool = True) -> tuple[Any, Any, Any]:
 
 
 @lowering("aten::lu_unpack.default")
-def _lu_unpack(
-    factors: Any, pivots: Any, unpack_data: bool = True, unpack_pivots: bool = True
-) -> tuple[Any, Any, Any]:
+def _lu_unpack(factors: Any, pivots: Any, unpack_data: bool = True, unpack_pivots: bool = True) -> tuple[Any, Any, Any]:
     m, n = factors.shape[-2:]
     count = min(m, n)
     nothing = _nothing(factors.dtype)
@@ -210,18 +208,39 @@ def _triangular_solve(
 
 
 @lowering("aten::_linalg_solve_ex.default")
-def _solve_ex(
-    a: Any, b: Any, *, left: bool = True, check_errors: bool = False
-) -> tuple[Any, Any, Any, Any]:
+def _solve_ex(a: Any, b: Any, *, left: bool = True, check_errors: bool = False) -> tuple[Any, Any, Any, Any]:
     factors, pivots, _ = lax.linalg.lu(lax.stop_gradient(a))
     vector = b.ndim == 1 or (b.ndim == a.ndim - 1 and b.shape == a.shape[:-1])
     columns = b[..., None] if vector else b
     batch = jnp.broadcast_shapes(a.shape[:-2], columns.shape[:-2])
     full, columns = (jnp.broadcast_to(x, (*batch, *x.shape[-2:])) for x in (a, columns))
-    x = jnp.linalg.solve(full, columns) if left else jnp.swapaxes(
-        jnp.linalg.solve(jnp.swapaxes(full, -1, -2), jnp.swapaxes(columns, -1, -2)), -1, -2
+    x = (
+        jnp.linalg.solve(full, columns)
+        if left
+        else jnp.swapaxes(jnp.linalg.solve(jnp.swapaxes(full, -1, -2), jnp.swapaxes(columns, -1, -2)), -1, -2)
     )
     return x[..., 0] if vector else x, factors, pivots + 1, _good(a)
+
+
+# torch checks the status in these, which has an effect beside the result.
+@lowering("aten::linalg_inv.default", "aten::inverse.default")
+def _inv(x: Any) -> Any:
+    return jnp.linalg.inv(x)
+
+
+@lowering("aten::linalg_solve.default")
+def _solve(a: Any, b: Any, *, left: bool = True) -> Any:
+    return _solve_ex(a, b, left=left)[0]
+
+
+@lowering("aten::linalg_cholesky.default")
+def _linalg_cholesky(x: Any, *, upper: bool = False) -> Any:
+    return _cholesky(x, upper)
+
+
+@lowering("aten::linalg_lu_factor.default")
+def _lu_factor(x: Any, *, pivot: bool = True) -> tuple[Any, Any]:
+    return _lu_factor_ex(x, pivot=pivot)[:2]
 
 
 @lowering("aten::linalg_inv_ex.default")
@@ -242,9 +261,7 @@ def _slogdet(x: Any) -> tuple[Any, Any, Any, Any]:
 
 
 @lowering("aten::linalg_lstsq.default")
-def _lstsq(
-    a: Any, b: Any, rcond: float | None = None, *, driver: str | None = None
-) -> tuple[Any, Any, Any, Any]:
+def _lstsq(a: Any, b: Any, rcond: float | None = None, *, driver: str | None = None) -> tuple[Any, Any, Any, Any]:
     """Solve by the pseudoinverse, which torch's gradient is of. The residuals are those of a matrix of full rank."""
     m, n = a.shape[-2:]
     vector = b.ndim == a.ndim - 1

@@ -249,6 +249,17 @@ def _averages(ins: int, outs: int) -> np.ndarray:
     return matrix
 
 
+@lowering("aten::max_unpool2d.default", "aten::max_unpool3d.default")
+def _max_unpool(x: Any, indices: Any, output_size: Sequence[int], *_windows: Any) -> Any:
+    """Put elements where indices of the flat pooled dims say. Several at one place have each the whole gradient."""
+    dims = len(output_size)
+    flat, at = (t.reshape(-1, math.prod(x.shape[-dims:])) for t in (x, indices))
+    place = (jnp.arange(flat.shape[0])[:, None], at)
+    zeros = jnp.zeros((flat.shape[0], math.prod(output_size)), x.dtype)
+    y = zeros.at[place].set(lax.stop_gradient(flat)) + zeros.at[place].add(tangent_of(flat))
+    return y.reshape(*x.shape[:-dims], *output_size)
+
+
 @lowering("aten::fractional_max_pool2d.default", "aten::fractional_max_pool3d.default")
 def _fractional_max_pool(x: Any, kernel: Any, output_size: Any, samples: Any) -> tuple[Any, Any]:
     """Pool windows whose starts are drawn for each channel (torch's sequence, of Graham, arXiv:1412.6071)."""
@@ -369,53 +380,3 @@ def _kl_div(x: Any, target: Any, reduction: int = 1, log_target: bool = False) -
         return _reduced(jnp.exp(target) * (target - x), reduction)
     positive = target > 0
     return _reduced(jnp.where(positive, target * (jnp.log(jnp.where(positive, target, 1)) - x), 0), reduction)
-
-
-@lowering("aten::_ctc_loss.default", "aten::_ctc_loss.Tensor")
-def _ctc_loss(
-    logp: Any, targets: Any, input_lengths: Any, target_lengths: Any, blank: int = 0, zero_infinity: bool = False
-) -> tuple[Any, None]:
-    """Return the loss of each example, by the forward recursion over states (Graves et al. 2006, section 4.1).
-
-    As torch's, the gradient is that of unnormalised scores: a step of `log_softmax` before it makes both equal.
-    """
-    batched = logp.ndim == 3
-    logp = logp if batched else logp[:, None]
-    steps, count, _ = logp.shape
-    ins, outs = (jnp.atleast_1d(jnp.asarray(lengths)) for lengths in (input_lengths, target_lengths))
-    labels = _labels(jnp.atleast_1d(targets), outs, count)
-    states = jnp.full((count, 2 * labels.shape[1] + 1), blank, labels.dtype).at[:, 1::2].set(labels)
-    before = jnp.pad(states, ((0, 0), (2, 0)), constant_values=blank)[:, :-2]
-    may_skip = (states != blank) & (states != before)
-    own = jnp.take_along_axis(logp, states[None], axis=2)  # (steps, examples, states)
-    first = jnp.arange(states.shape[1]) < jnp.where(outs > 0, 2, 1)[:, None]
-
-    def step(alpha: Any, now: Any) -> tuple[Any, None]:
-        t, scores = now
-        one, two = (jnp.pad(alpha, ((0, 0), (n, 0)), constant_values=_NEVER)[:, :-n] for n in (1, 2))
-        paths = jnp.stack([alpha, one, jnp.where(may_skip, two, _NEVER)])
-        new = jax.nn.logsumexp(paths, axis=0) + scores
-        return jnp.where((t < ins)[:, None], new, alpha), None
-
-    start = jnp.where(first, own[0], _NEVER)
-    alpha, _ = lax.scan(step, start, (jnp.arange(1, steps), own[1:]))
-    ends = jnp.stack([2 * outs, jnp.maximum(2 * outs - 1, 0)], axis=1)
-    last = jnp.take_along_axis(alpha, ends, axis=1)
-    last = last.at[:, 1].set(jnp.where(outs > 0, last[:, 1], _NEVER))
-    loss = -jax.nn.logsumexp(last, axis=1)
-    impossible = loss > -_NEVER / 2
-    seen = (jnp.arange(steps)[:, None] < ins) & ~impossible
-    loss = loss + jnp.sum(jnp.where(seen[..., None], jnp.exp(lax.stop_gradient(logp)) * tangent_of(logp), 0), (0, 2))
-    loss = jnp.where(impossible, 0 if zero_infinity else jnp.inf, loss)
-    return loss if batched else loss[0], None
-
-
-_NEVER = -1e30  # the logarithm of zero, with which differences can be taken
-
-
-def _labels(targets: Any, lengths: Any, count: int) -> Any:
-    """Return labels of shape `(examples, labels)`, also for examples one after the other."""
-    if targets.ndim == 2:
-        return targets
-    starts = jnp.cumsum(lengths) - lengths
-    return targets.at[starts[:, None] + jnp.arange(targets.shape[0])].get(mode="clip")

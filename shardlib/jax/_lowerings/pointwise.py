@@ -11,8 +11,10 @@ import jax
 import jax.numpy as jnp
 import torch
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 from jax.scipy import special
 
+from shardlib.errors import InputError
 from shardlib.jax._dtypes import as_dtype, promote, promoted
 from shardlib.jax._table import lowering
 
@@ -148,9 +150,8 @@ _BINARY: dict[str, tuple[str, Callable[[Any, Any], Any]]] = {
     "igamma": ("default", special.gammainc),
     "igammac": ("default", special.gammaincc),
     "lcm": ("default", jnp.lcm),
-    "nextafter": ("default", jnp.nextafter),
+    "nextafter": ("default", lambda a, b: jnp.nextafter(*map(lax.stop_gradient, (a, b)))),
     "special_xlog1py": ("default other_scalar self_scalar", lambda a, b: special.xlog1py(*_floats(a, b))),
-    "special_zeta": ("default other_scalar self_scalar", lambda a, b: special.zeta(*_floats(a, b))),
     "xlogy": ("Tensor Scalar_Other Scalar_Self", lambda a, b: special.xlogy(*_floats(a, b))),
 }
 
@@ -220,9 +221,41 @@ def _pow(x: Any, exponent: float) -> Any:
     return jnp.sqrt(x) if exponent == 0.5 else jnp.power(x, exponent)
 
 
+@jax.custom_jvp
+def _zeta(s: Any, q: Any) -> Any:
+    """Compute Hurwitz's zeta function; JAX's (0.10) is wrong for negative `q`, whose terms are summed here."""
+    terms = jnp.where(q < 0, jnp.ceil(-q), 0)
+
+    def add(k: Any, total: Any) -> Any:
+        return total + jnp.where(k < terms, (q + k) ** -s, 0)
+
+    total = lax.fori_loop(0, jnp.max(terms, initial=0).astype(jnp.int32), add, jnp.zeros_like(s + q))
+    value = total + special.zeta(s, q + terms)
+    return jnp.where((q < 0) & (s != jnp.floor(s)), jnp.nan, value)
+
+
+@functools.partial(_zeta.defjvp, symbolic_zeros=True)
+def _zeta_jvp(primals: Any, tangents: Any) -> Any:
+    (s, q), (s_dot, q_dot) = primals, tangents
+    if not isinstance(s_dot, SymbolicZero):
+        raise InputError("zeta() has no derivative by its first argument, in torch neither. Call .detach() on it.")
+    value = _zeta(s, q)
+    return value, jnp.zeros_like(value) if isinstance(q_dot, SymbolicZero) else -s * _zeta(s + 1, q) * q_dot
+
+
+@lowering(
+    "aten::special_zeta.default", "aten::special_zeta.other_scalar", "aten::special_zeta.self_scalar", elementwise=True
+)
+def _special_zeta(s: Any, q: Any) -> Any:
+    return _zeta(*_broadcast(*_floats(s, q)))
+
+
 @lowering("aten::polygamma.default", elementwise=True)
 def _polygamma(n: int, x: Any) -> Any:
-    return special.polygamma(n, *_floats(x))
+    (x,) = _floats(x)
+    if n == 0:
+        return lax.digamma(x)
+    return (-1) ** (n + 1) * math.factorial(n) * _zeta(jnp.full_like(x, n + 1), x)
 
 
 @lowering("aten::frexp.Tensor", elementwise=True)

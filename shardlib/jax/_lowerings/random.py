@@ -133,9 +133,7 @@ def _normal(mean: Any, std: Any = 1, generator: Any = None, *, key: Any) -> Any:
 
 
 @lowering("aten::normal.float_float", random=True)
-def _normal_of(
-    mean: float, std: float, size: Sequence[int], dtype: Any = None, *, key: Any, **_where: Any
-) -> Any:
+def _normal_of(mean: float, std: float, size: Sequence[int], dtype: Any = None, *, key: Any, **_where: Any) -> Any:
     return mean + std * jax.random.normal(key, tuple(size), _float(dtype))
 
 

@@ -45,9 +45,7 @@ def _gru_cell(gates: Any, state: State, weights: _Weights) -> State:
 
 
 def _plain_cell(activation: Callable[[Any], Any]) -> Cell:
-    return lambda gates, state, weights: (
-        activation(gates + state[0] @ weights.from_state.T + weights.state_bias),
-    )
+    return lambda gates, state, weights: (activation(gates + state[0] @ weights.from_state.T + weights.state_bias),)
 
 
 def _layer(cell: Cell, x: Any, state: State, weights: _Weights, reverse: bool) -> tuple[Any, State]:

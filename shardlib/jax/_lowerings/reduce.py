@@ -12,9 +12,10 @@ from jax import lax
 
 from shardlib.jax._dtypes import as_dtype
 from shardlib.jax._lowerings.gradients import tangent_of
+from shardlib.jax._lowerings.views import on_rows
 from shardlib.jax._table import lowering
 
-__all__: list[str] = []
+__all__ = ["axes_of"]
 
 
 def axes_of(dim: int | Sequence[int] | None) -> int | tuple[int, ...] | None:
@@ -37,6 +38,7 @@ def _sum_all(x: Any, dtype: Any = None) -> Any:
 
 
 @lowering("aten::sum.dim_IntList")
+@on_rows
 def _sum(x: Any, dim: Any, keepdim: bool = False, dtype: Any = None) -> Any:
     return jnp.sum(_summed(x, dtype), axis=axes_of(dim), keepdims=keepdim)
 
@@ -47,6 +49,7 @@ def _mean_all(x: Any, dtype: Any = None) -> Any:
 
 
 @lowering("aten::mean.dim")
+@on_rows
 def _mean(x: Any, dim: Any, keepdim: bool = False, dtype: Any = None) -> Any:
     return jnp.mean(x if dtype is None else x.astype(as_dtype(dtype)), axis=axes_of(dim), keepdims=keepdim)
 
@@ -57,11 +60,13 @@ def _prod_all(x: Any, dtype: Any = None) -> Any:
 
 
 @lowering("aten::prod.dim_int")
+@on_rows
 def _prod(x: Any, dim: int, keepdim: bool = False, dtype: Any = None) -> Any:
     return jnp.prod(_summed(x, dtype), axis=dim, keepdims=keepdim)
 
 
 @lowering("aten::var.correction")
+@on_rows
 def _var(x: Any, dim: Any = None, correction: float | None = None, keepdim: bool = False) -> Any:
     axes = axes_of(dim)
     centred = jnp.square(x - jnp.mean(x, axis=axes, keepdims=True))
@@ -70,11 +75,13 @@ def _var(x: Any, dim: Any = None, correction: float | None = None, keepdim: bool
 
 
 @lowering("aten::std.correction")
+@on_rows
 def _std(x: Any, dim: Any = None, correction: float | None = None, keepdim: bool = False) -> Any:
     return jnp.sqrt(_var(x, dim, correction, keepdim))
 
 
 @lowering("aten::var_mean.correction")
+@on_rows
 def _var_mean(x: Any, dim: Any = None, correction: float | None = None, keepdim: bool = False) -> Any:
     return _var(x, dim, correction, keepdim), jnp.mean(x, axis=axes_of(dim), keepdims=keepdim)
 
@@ -83,6 +90,7 @@ _REDUCED: dict[str, Callable[..., Any]] = {"amax": jnp.max, "amin": jnp.min}
 for _name, _function in _REDUCED.items():
 
     @lowering(f"aten::{_name}.default")
+    @on_rows
     def _extreme(x: Any, dim: Any = (), keepdim: bool = False, _function: Any = _function) -> Any:
         return _function(x, axis=axes_of(dim), keepdims=keepdim)
 
@@ -97,6 +105,7 @@ for _name, _function in {"max": jnp.max, "min": jnp.min}.items():
 for _name, _chosen in {"max": jnp.argmax, "min": jnp.argmin}.items():
 
     @lowering(f"aten::{_name}.dim")
+    @on_rows
     def _extreme_with_index(x: Any, dim: int, keepdim: bool = False, _chosen: Any = _chosen) -> Any:
         """Return extreme values and their indices; the gradient goes to the indexed element."""
         index = _chosen(x, axis=dim, keepdims=True)
@@ -107,6 +116,7 @@ for _name, _chosen in {"max": jnp.argmax, "min": jnp.argmin}.items():
 for _name, _chosen in {"argmax": jnp.argmax, "argmin": jnp.argmin}.items():
 
     @lowering(f"aten::{_name}.default")
+    @on_rows
     def _index_of_extreme(x: Any, dim: int | None = None, keepdim: bool = False, _chosen: Any = _chosen) -> Any:
         return _chosen(x, axis=dim, keepdims=keepdim)
 
@@ -118,21 +128,25 @@ for _name, _function in {"any": jnp.any, "all": jnp.all}.items():
         return _function(x)
 
     @lowering(f"aten::{_name}.dim", f"aten::{_name}.dims")
+    @on_rows
     def _truth(x: Any, dim: Any = None, keepdim: bool = False, _function: Any = _function) -> Any:
         return _function(x, axis=axes_of(dim), keepdims=keepdim)
 
 
 @lowering("aten::logsumexp.default")
+@on_rows
 def _logsumexp(x: Any, dim: Any, keepdim: bool = False) -> Any:
     return jax.nn.logsumexp(x, axis=axes_of(dim), keepdims=keepdim)
 
 
 @lowering("aten::norm.ScalarOpt_dim", "aten::norm.ScalarOpt_dim_dtype")
+@on_rows
 def _norm(x: Any, p: float | None, dim: Any, keepdim: bool = False, dtype: Any = None) -> Any:
     return _vector_norm(x, 2 if p is None else p, dim, keepdim, dtype)
 
 
 @lowering("aten::linalg_vector_norm.default")
+@on_rows
 def _vector_norm(x: Any, ord: float = 2, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:
     axes, x = axes_of(dim), x if dtype is None else x.astype(as_dtype(dtype))
     if ord == 0:
@@ -147,11 +161,13 @@ def _vector_norm(x: Any, ord: float = 2, dim: Any = None, keepdim: bool = False,
 
 
 @lowering("aten::softmax.int", "aten::_softmax.default")
+@on_rows
 def _softmax(x: Any, dim: int, dtype: Any = None) -> Any:
     return jax.nn.softmax(_wide(x, dtype), axis=dim)
 
 
 @lowering("aten::log_softmax.int", "aten::_log_softmax.default")
+@on_rows
 def _log_softmax(x: Any, dim: int, dtype: Any = None) -> Any:
     return jax.nn.log_softmax(_wide(x, dtype), axis=dim)
 
@@ -164,58 +180,61 @@ def _wide(x: Any, dtype: Any) -> Any:
 
 
 @lowering("aten::cumsum.default")
+@on_rows
 def _cumsum(x: Any, dim: int, dtype: Any = None) -> Any:
     return jnp.cumsum(_summed(x, dtype), axis=dim)
 
 
 @lowering("aten::cumprod.default")
+@on_rows
 def _cumprod(x: Any, dim: int, dtype: Any = None) -> Any:
     return jnp.cumprod(_summed(x, dtype), axis=dim)
 
 
 @lowering("aten::diff.default")
+@on_rows
 def _diff(x: Any, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None) -> Any:
     return jnp.diff(x, n, axis=dim, prepend=prepend, append=append)
 
 
 @lowering("aten::topk.default")
+@on_rows
 def _topk(x: Any, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
-    if not x.ndim:
-        return x, jnp.zeros((), jnp.int32)
     index = jnp.moveaxis(lax.top_k(jnp.moveaxis(x if largest else -x, dim, -1), k)[1], -1, dim)
     return jnp.take_along_axis(x, index, axis=dim), index
 
 
 @lowering("aten::sort.default")
+@on_rows
 def _sort(x: Any, dim: int = -1, descending: bool = False) -> Any:
-    if not x.ndim:
-        return x, jnp.zeros((), jnp.int32)
     index = jnp.argsort(x, axis=dim, stable=True, descending=descending)
     return jnp.take_along_axis(x, index, axis=dim), index
 
 
 @lowering("aten::sort.stable")
+@on_rows
 def _sort_stable(x: Any, stable: bool | None = True, dim: int = -1, descending: bool = False) -> Any:
     return _sort(x, dim, descending)
 
 
 @lowering("aten::argsort.default")
+@on_rows
 def _argsort(x: Any, dim: int = -1, descending: bool = False) -> Any:
     return _sort(x, dim, descending)[1]
 
 
 @lowering("aten::logcumsumexp.default")
+@on_rows
 def _logcumsumexp(x: Any, dim: int) -> Any:
-    return lax.cumlogsumexp(x, axis=dim % x.ndim) if x.ndim else x
+    return lax.cumlogsumexp(x, axis=dim % x.ndim)
 
 
 for _name, _running in {"cummax": lax.cummax, "cummin": lax.cummin}.items():
 
     @lowering(f"aten::{_name}.default")
+    @on_rows
     def _running_extreme(x: Any, dim: int, _running: Any = _running) -> Any:
         """Return running extremes and their indices, the last of equals; the gradient goes to the indexed element."""
-        if not x.ndim:
-            return x, jnp.zeros((), jnp.int32)
         dim %= x.ndim
         fixed = lax.stop_gradient(x)
         reached = (fixed == _running(fixed, axis=dim)) | jnp.isnan(fixed)
@@ -224,16 +243,17 @@ for _name, _running in {"cummax": lax.cummax, "cummin": lax.cummin}.items():
 
 
 @lowering("aten::kthvalue.default")
+@on_rows
 def _kthvalue(x: Any, k: int, dim: int = -1, keepdim: bool = False) -> Any:
     return _picked(x, lambda index: lax.index_in_dim(index, k - 1, -1), dim, keepdim)
 
 
 def _picked(x: Any, choose: Callable[[Any], Any], dim: int, keepdim: bool) -> Any:
     """Return the element of each row that `choose` takes from the indices in sorted order, and its index."""
-    rows = jnp.moveaxis(x, dim, -1) if x.ndim else x.reshape(1)
+    rows = jnp.moveaxis(x, dim, -1)
     index = choose(jnp.argsort(rows, axis=-1, stable=True))
     value = jnp.take_along_axis(rows, index, axis=-1)
-    if not keepdim or not x.ndim:
+    if not keepdim:
         return value[..., 0], index[..., 0]
     return jnp.moveaxis(value, -1, dim), jnp.moveaxis(index, -1, dim)
 
@@ -241,10 +261,11 @@ def _picked(x: Any, choose: Callable[[Any], Any], dim: int, keepdim: bool) -> An
 for _name, _skips in {"median": False, "nanmedian": True}.items():
 
     @lowering(f"aten::{_name}.dim")
+    @on_rows
     def _median(x: Any, dim: int, keepdim: bool = False, _skips: bool = _skips) -> Any:
         """Return the lower median and its index. Without `_skips`, NaN is the median of what has one."""
-        numbers = jnp.sum(~jnp.isnan(jnp.moveaxis(x, dim, -1) if x.ndim else x.reshape(1)), axis=-1, keepdims=True)
-        length = x.shape[dim] if x.ndim else 1
+        numbers = jnp.sum(~jnp.isnan(jnp.moveaxis(x, dim, -1)), axis=-1, keepdims=True)
+        length = x.shape[dim]
         middle = jnp.maximum(numbers - 1, 0) // 2
         at = middle if _skips else jnp.where(numbers < length, numbers, middle)
         return _picked(x, lambda index: jnp.take_along_axis(index, at, axis=-1), dim, keepdim)
@@ -262,9 +283,10 @@ def _inexact(x: Any) -> bool:
 
 
 @lowering("aten::mode.default")
+@on_rows
 def _mode(x: Any, dim: int = -1, keepdim: bool = False) -> Any:
     """Return the most frequent value of each row, the least of several, and its last index."""
-    rows = jnp.moveaxis(x, dim, -1) if x.ndim else x.reshape(1)
+    rows = jnp.moveaxis(x, dim, -1)
     fixed = lax.stop_gradient(rows)
     equal = fixed[..., :, None] == fixed[..., None, :]
     counts = jnp.sum(equal, axis=-1)
@@ -272,7 +294,7 @@ def _mode(x: Any, dim: int = -1, keepdim: bool = False) -> Any:
     least = jnp.min(jnp.where(most, fixed, jnp.max(fixed, axis=-1, keepdims=True)), axis=-1, keepdims=True)
     index = rows.shape[-1] - 1 - jnp.argmax(jnp.flip(fixed == least, -1), axis=-1, keepdims=True)
     value = jnp.take_along_axis(rows, index, axis=-1)
-    if not keepdim or not x.ndim:
+    if not keepdim:
         return value[..., 0], index[..., 0]
     return jnp.moveaxis(value, -1, dim), jnp.moveaxis(index, -1, dim)
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +15,9 @@ from shardlib.errors import InputError
 from shardlib.jax._dtypes import as_dtype, promote
 from shardlib.jax._table import lowering
 
-__all__ = ["concrete"]
+__all__ = ["concrete", "on_rows"]
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def concrete(shape: Sequence[int], count: int) -> tuple[int, ...]:
@@ -25,6 +28,19 @@ def concrete(shape: Sequence[int], count: int) -> tuple[int, ...]:
     """
     known = math.prod(size for size in shape if size != -1)
     return tuple(count // known if size == -1 else size for size in shape)
+
+
+def on_rows(function: F) -> F:
+    """Let a function along a dim take a tensor without dims as a row of one element."""
+
+    @functools.wraps(function)
+    def run(x: Any, *args: Any, **kwargs: Any) -> Any:
+        if x.ndim:
+            return function(x, *args, **kwargs)
+        result = function(x.reshape(1), *args, **kwargs)
+        return tuple(each.reshape(()) for each in result) if isinstance(result, tuple) else result.reshape(())
+
+    return run  # type: ignore[return-value]
 
 
 @lowering("aten::view.default", "aten::_unsafe_view.default", "aten::reshape.default")
@@ -177,6 +193,12 @@ def _slice_scatter(
 @lowering("aten::select_scatter.default")
 def _select_scatter(x: Any, source: Any, dim: int, index: int) -> Any:
     return x.at[(*[slice(None)] * (dim % x.ndim), index)].set(source.astype(x.dtype))
+
+
+@lowering("aten::diagonal_scatter.default")
+def _diagonal_scatter(x: Any, source: Any, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any:
+    own = jnp.diagonal(jnp.arange(x.size).reshape(x.shape), offset, dim1, dim2)
+    return x.reshape(-1).at[own].set(source.astype(x.dtype)).reshape(x.shape)
 
 
 @lowering("aten::flip.default")
