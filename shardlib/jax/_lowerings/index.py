@@ -16,7 +16,7 @@ from shardlib.jax._lowerings.gradients import scale_gradient, tangent_of
 from shardlib.jax._lowerings.views import on_rows
 from shardlib.jax._table import lowering
 
-__all__: list[str] = []
+__all__ = ["put_at"]
 
 
 def _looked_up(x: Any, index: Any) -> Any:
@@ -103,8 +103,8 @@ def _index_put(x: Any, indices: Sequence[Any], values: Any, accumulate: bool = F
         mask = indices[0].reshape(*indices[0].shape, *[1] * (x.ndim - indices[0].ndim))
         return jnp.where(mask, x + values.reshape(()) if accumulate else values.reshape(()), x)
     _refuse_masks(indices)
-    at = x.at[tuple(slice(None) if index is None else index for index in indices)]
-    return at.add(values) if accumulate else at.set(values)
+    at = tuple(slice(None) if index is None else index for index in indices)
+    return x.at[at].add(values) if accumulate else put_at(x, at, values)
 
 
 @lowering("aten::index_select.default")
@@ -122,7 +122,7 @@ def _index_add(x: Any, dim: int, index: Any, source: Any, alpha: float = 1) -> A
 @lowering("aten::index_copy.default")
 @on_rows
 def _index_copy(x: Any, dim: int, index: Any, source: Any) -> Any:
-    return x.at[(*[slice(None)] * (dim % x.ndim), index)].set(source.astype(x.dtype))
+    return put_at(x, (*[slice(None)] * (dim % x.ndim), index), source)
 
 
 @lowering("aten::gather.default")
@@ -141,7 +141,7 @@ def _along(index: Any, dim: int, ndim: int) -> tuple[Any, ...]:
 
 @lowering("aten::scatter.src", "aten::scatter.value")
 def _scatter(x: Any, dim: int, index: Any, source: Any) -> Any:
-    return x.at[_along(index, dim, x.ndim)].set(_for_index(source, index, x))
+    return put_at(x, _along(index, dim, x.ndim), _for_index(source, index, x))
 
 
 @lowering("aten::scatter_add.default")
@@ -161,13 +161,6 @@ def _index_reduce(x: Any, dim: int, index: Any, source: Any, reduce: str, *, inc
     return _reduced_at(x, at, source.astype(x.dtype), reduce, include_self)
 
 
-class _At:
-    """An index, which is not differentiated: its arrays need not be hashable."""
-
-    def __init__(self, index: Any) -> None:
-        self.index = index
-
-
 def _neutral(reduce: str, dtype: Any) -> Any:
     """Return the number that a reduction begins with."""
     if reduce in ("amax", "amin"):
@@ -180,6 +173,7 @@ def _neutral(reduce: str, dtype: Any) -> Any:
 
 def _reduced_at(x: Any, at: Any, source: Any, reduce: str, include_self: bool) -> Any:
     """Reduce a source into the places of an index, which may come several times."""
+    given = x
     if not include_self:
         x = x.at[at].set(_neutral(reduce, x.dtype))
     if reduce == "sum":
@@ -189,42 +183,83 @@ def _reduced_at(x: Any, at: Any, source: Any, reduce: str, include_self: bool) -
         total = x.at[at].add(source)
         return total / count.astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else total // count
     if reduce == "prod":
-        return _product_at(x, _At(at), source) if jnp.issubdtype(x.dtype, jnp.inexact) else x.at[at].multiply(source)
-    return _extreme_at(x, at, source, reduce)
+        if not jnp.issubdtype(x.dtype, jnp.inexact):
+            return x.at[at].multiply(source)
+        places, arrays = _apart(at)
+        return _product_at(places, x, jnp.broadcast_to(source, jnp.shape(x[at])), *arrays)
+    return _extreme_at(x, at, source, reduce, given)
 
 
-def _extreme_at(x: Any, at: Any, source: Any, reduce: str) -> Any:
-    """Return extremes; equals share the gradient, as in torch."""
+def _extreme_at(x: Any, at: Any, source: Any, reduce: str, given: Any) -> Any:
+    """Return extremes; equals share the gradient, among them what was given, even if it is left out, as in torch."""
     fixed, moved = lax.stop_gradient(x), lax.stop_gradient(source)
     value = fixed.at[at].max(moved) if reduce == "amax" else fixed.at[at].min(moved)
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return value
-    own, from_source = fixed == value, moved == value[at]
+    own, from_source = lax.stop_gradient(given) == value, moved == value[at]
     shares = own.astype(x.dtype).at[at].add(from_source.astype(x.dtype))
     gradient = jnp.where(own, tangent_of(x), 0).at[at].add(jnp.where(from_source, tangent_of(source), 0))
     return value + gradient / jnp.maximum(shares, 1)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _product_at(x: Any, at: _At, source: Any) -> Any:
+# An index comes apart into its arrays, and into which of its places are arrays: custom derivatives take the second as a
+# constant.
+_Places = tuple[bool, ...]
+
+
+def _apart(at: Any) -> tuple[_Places, tuple[Any, ...]]:
+    at = at if isinstance(at, tuple) else (at,)
+    return tuple(not isinstance(each, slice) for each in at), tuple(each for each in at if not isinstance(each, slice))
+
+
+def _together(places: _Places, arrays: Sequence[Any]) -> tuple[Any, ...]:
+    given = iter(arrays)
+    return tuple(next(given) if is_array else slice(None) for is_array in places)
+
+
+def put_at(x: Any, at: Any, source: Any) -> Any:
+    """Return `x` with the source in the places of an index; several sources of one place have each its gradient.
+
+    So it is in torch. JAX's own gives the gradient to the one whose value is there.
+    """
+    places, arrays = _apart(at)
+    shape = jnp.shape(x[_together(places, arrays)])
+    return _put_at(places, x, jnp.broadcast_to(jnp.asarray(source, x.dtype), shape), *arrays)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _put_at(places: _Places, x: Any, source: Any, *arrays: Any) -> Any:
+    return x.at[_together(places, arrays)].set(source)
+
+
+@_put_at.defjvp
+def _put_at_jvp(places: _Places, primals: Any, tangents: Any) -> Any:
+    (x, source, *arrays), (x_dot, source_dot, *_) = primals, tangents
+    at = _together(places, arrays)
+    return _put_at(places, x, source, *arrays), x_dot.at[at].set(0).at[at].add(source_dot)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _product_at(places: _Places, x: Any, source: Any, *arrays: Any) -> Any:
     """Return products, with a gradient also where an index repeats, for which JAX has none."""
-    return x.at[at.index].multiply(source)
+    return x.at[_together(places, arrays)].multiply(source)
 
 
 @_product_at.defjvp
-def _product_at_jvp(at: _At, primals: Any, tangents: Any) -> Any:
+def _product_at_jvp(places: _Places, primals: Any, tangents: Any) -> Any:
     """Each factor's derivative is the product of the others: of all that are not zero, if no other one is."""
-    (x, source), (x_dot, source_dot) = primals, tangents
-    zeros = (x == 0).astype(jnp.int32).at[at.index].add((source == 0).astype(jnp.int32))
-    nonzero_x, nonzero = (jnp.where(each == 0, 1, each) for each in primals)
-    nonzeros = _product_at(nonzero_x, at, nonzero)
+    (x, source, *arrays), (x_dot, source_dot, *_) = primals, tangents
+    at = _together(places, arrays)
+    zeros = (x == 0).astype(jnp.int32).at[at].add((source == 0).astype(jnp.int32))
+    nonzero_x, nonzero = (jnp.where(each == 0, 1, each) for each in (x, source))
+    nonzeros = _product_at(places, nonzero_x, nonzero, *arrays)
 
     def others(factor: Any, nonzero_factor: Any, zeros: Any, product: Any) -> Any:
         return jnp.where(zeros - (factor == 0) == 0, product / nonzero_factor, 0)
 
     of_x = x_dot * others(x, nonzero_x, zeros, nonzeros)
-    of_source = source_dot * others(source, nonzero, zeros[at.index], nonzeros[at.index])
-    return _product_at(x, at, source), of_x.at[at.index].add(of_source)
+    of_source = source_dot * others(source, nonzero, zeros[at], nonzeros[at])
+    return _product_at(places, x, source, *arrays), of_x.at[at].add(of_source)
 
 
 def _for_index(source: Any, index: Any, x: Any) -> Any:
@@ -237,9 +272,8 @@ def _for_index(source: Any, index: Any, x: Any) -> Any:
 
 @lowering("aten::put.default")
 def _put(x: Any, index: Any, source: Any, accumulate: bool = False) -> Any:
-    at = x.reshape(-1).at[index.reshape(-1)]
-    source = source.reshape(-1)[: index.size].astype(x.dtype)
-    return (at.add(source) if accumulate else at.set(source)).reshape(x.shape)
+    flat, at, source = x.reshape(-1), index.reshape(-1), source.reshape(-1).astype(x.dtype)
+    return (flat.at[at].add(source) if accumulate else put_at(flat, at, source)).reshape(x.shape)
 
 
 @lowering("aten::masked_scatter.default")

@@ -29,10 +29,6 @@ def _good(x: Any) -> Any:
     return jnp.zeros(x.shape[:-2], jnp.int32)
 
 
-def _real(dtype: Any) -> Any:
-    return jnp.finfo(dtype).dtype
-
-
 def _nothing(dtype: Any) -> Any:
     return jnp.zeros((0,), dtype)
 
@@ -58,17 +54,18 @@ def _svd(
 
 @lowering("aten::_linalg_eigh.default")
 def _eigh(x: Any, uplo: str = "L", compute_v: bool = True) -> tuple[Any, Any]:
-    """Factorise what one triangle says; the gradient is that of a Hermitian matrix, as torch's."""
-    vectors, values = lax.linalg.eigh(_hermitian(x, uplo.upper() == "L"), symmetrize_input=False)
+    """Factorise what one triangle says."""
+    lower = uplo.upper() == "L"
+    vectors, values = lax.linalg.eigh(_hermitian(x, lower), lower=lower, symmetrize_input=False)
     return values, vectors if compute_v else _nothing(x.dtype)
 
 
 def _hermitian(x: Any, lower: bool) -> Any:
-    """Return the matrix that one triangle of `x` says, with the gradient of `x` itself."""
+    """Return the matrix that one triangle of `x` says. The gradient is Hermitian, and goes to both, as torch's."""
     diagonal = jnp.real(jnp.diagonal(x, axis1=-2, axis2=-1))
     strict = jnp.tril(x, -1) if lower else jnp.triu(x, 1)
     made = strict + _adjoint(strict) + jnp.eye(x.shape[-1], dtype=x.dtype) * diagonal[..., None, :].astype(x.dtype)
-    return with_gradient_of(made, x)
+    return with_gradient_of(made, (x + _adjoint(x)) / 2)
 
 
 @lowering("aten::linalg_eig.default")
@@ -129,17 +126,28 @@ def _cholesky_ex(x: Any, *, upper: bool = False, check_errors: bool = False) -> 
 
 @lowering("aten::cholesky.default")
 def _cholesky(x: Any, upper: bool = False) -> Any:
-    """Factorise what one triangle says; the gradient is Hermitian, as torch's."""
-    made = _hermitian(x, not upper)
-    factor = lax.linalg.cholesky((made + _adjoint(made)) / 2, symmetrize_input=False)
+    """Factorise what one triangle says."""
+    factor = lax.linalg.cholesky(_hermitian(x, not upper), symmetrize_input=False)
     return _adjoint(factor) if upper else factor
 
 
 @lowering("aten::cholesky_solve.default")
 def _cholesky_solve(b: Any, factor: Any, upper: bool = False) -> Any:
-    lower = _adjoint(factor) if upper else factor
-    half = _triangular(lower, b, upper=False)
-    return _triangular(_adjoint(lower), half, upper=True)
+    return _solve_product(_adjoint(factor) if upper else factor, b)
+
+
+@jax.custom_jvp
+def _solve_product(lower: Any, b: Any) -> Any:
+    """Solve `lower lower^H x = b`. The gradient of the factor is not only of its triangle, as in torch."""
+    return _triangular(_adjoint(jnp.tril(lower)), _triangular(lower, b, upper=False), upper=True)
+
+
+@_solve_product.defjvp
+def _solve_product_jvp(primals: Any, tangents: Any) -> Any:
+    (lower, b), (lower_dot, b_dot) = primals, tangents
+    x, triangle = _solve_product(lower, b), jnp.tril(lower)
+    product_dot = lower_dot @ _adjoint(triangle) + triangle @ _adjoint(lower_dot)
+    return x, _solve_product(lower, b_dot - product_dot @ x)
 
 
 @lowering("aten::cholesky_inverse.default")
@@ -209,7 +217,6 @@ def _triangular_solve(
 
 @lowering("aten::_linalg_solve_ex.default")
 def _solve_ex(a: Any, b: Any, *, left: bool = True, check_errors: bool = False) -> tuple[Any, Any, Any, Any]:
-    factors, pivots, _ = lax.linalg.lu(lax.stop_gradient(a))
     vector = b.ndim == 1 or (b.ndim == a.ndim - 1 and b.shape == a.shape[:-1])
     columns = b[..., None] if vector else b
     batch = jnp.broadcast_shapes(a.shape[:-2], columns.shape[:-2])
@@ -219,7 +226,7 @@ def _solve_ex(a: Any, b: Any, *, left: bool = True, check_errors: bool = False) 
         if left
         else jnp.swapaxes(jnp.linalg.solve(jnp.swapaxes(full, -1, -2), jnp.swapaxes(columns, -1, -2)), -1, -2)
     )
-    return x[..., 0] if vector else x, factors, pivots + 1, _good(a)
+    return x[..., 0] if vector else x, None, None, _good(a)  # torch's backward reads the factors
 
 
 # torch checks the status in these, which has an effect beside the result.
@@ -250,28 +257,24 @@ def _inv_ex(x: Any, *, check_errors: bool = False) -> tuple[Any, Any]:
 
 @lowering("aten::_linalg_det.default")
 def _det(x: Any) -> tuple[Any, Any, Any]:
-    factors, pivots, _ = lax.linalg.lu(lax.stop_gradient(x))
-    return jnp.linalg.det(x), factors, pivots + 1
+    return jnp.linalg.det(x), None, None
 
 
 @lowering("aten::_linalg_slogdet.default")
 def _slogdet(x: Any) -> tuple[Any, Any, Any, Any]:
-    factors, pivots, _ = lax.linalg.lu(lax.stop_gradient(x))
-    return *jnp.linalg.slogdet(x), factors, pivots + 1
+    return *jnp.linalg.slogdet(x), None, None
 
 
 @lowering("aten::linalg_lstsq.default")
 def _lstsq(a: Any, b: Any, rcond: float | None = None, *, driver: str | None = None) -> tuple[Any, Any, Any, Any]:
-    """Solve by the pseudoinverse, which torch's gradient is of. The residuals are those of a matrix of full rank."""
-    m, n = a.shape[-2:]
+    """Solve by the pseudoinverse, which torch's gradient is of. Which residuals there are depends on values."""
     vector = b.ndim == a.ndim - 1
     columns = b[..., None] if vector else b
     x = jnp.linalg.pinv(a, rtol=rcond) @ columns
-    residuals = jnp.sum(jnp.square(jnp.abs(a @ x - columns)), axis=-2) if m > n else _nothing(_real(a.dtype))
-    values = jnp.linalg.svd(a, compute_uv=False)
-    small = jnp.finfo(a.dtype).eps * max(m, n) if rcond is None else rcond
+    values = jnp.linalg.svd(lax.stop_gradient(a), compute_uv=False)
+    small = jnp.finfo(a.dtype).eps * max(a.shape[-2:]) if rcond is None else rcond
     rank = jnp.sum(values > small * values[..., :1], axis=-1)
-    return x[..., 0] if vector else x, residuals, rank, values if driver in ("gelss", "gelsd") else _nothing(a.dtype)
+    return x[..., 0] if vector else x, None, rank, values if driver in ("gelss", "gelsd") else _nothing(a.dtype)
 
 
 @lowering("aten::linalg_matrix_exp.default")

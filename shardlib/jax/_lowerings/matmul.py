@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from shardlib.jax._lowerings.gradients import tangent_of
+from shardlib.jax._lowerings.gradients import absolute, tangent_of
+from shardlib.jax._lowerings.reduce import p_norm
 from shardlib.jax._table import lowering
 
 __all__: list[str] = []
@@ -66,18 +67,12 @@ def _pdist(x: Any, p: float = 2) -> Any:
 
 
 def distances(difference: Any, p: float) -> Any:
-    """Return the p-norm of the last dim. The gradient of a distance of zero is zero, as in torch."""
-    size = jnp.abs(difference)
-    if p == 0:
-        return jnp.sum((difference != 0).astype(difference.dtype), axis=-1)
-    if p == 1:
-        return jnp.sum(size, axis=-1)
-    if math.isinf(p):  # each of several largest has the whole gradient
-        largest = lax.stop_gradient(jnp.max(size, axis=-1, initial=0))
-        return largest + jnp.sum(jnp.where(size == largest[..., None], tangent_of(size), 0), axis=-1)
-    some = size > 0
-    total = jnp.sum(jnp.where(some, jnp.where(some, size, 1) ** p, 0), axis=-1)
-    return jnp.where(total > 0, jnp.where(total > 0, total, 1) ** (1 / p), 0)
+    """Return the p-norm of the last dim."""
+    if not math.isinf(p):
+        return p_norm(difference, p, -1)
+    size = absolute(difference)  # each of several largest has the whole gradient
+    largest = lax.stop_gradient(jnp.max(size, axis=-1, initial=0))
+    return largest + jnp.sum(jnp.where(size == largest[..., None], tangent_of(size), 0), axis=-1)
 
 
 @lowering("aten::outer.default", "aten::ger.default")

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from shardlib.jax._lowerings.gradients import tangent_of
+from shardlib.jax._lowerings.gradients import absolute
+from shardlib.jax._lowerings.index import put_at
 from shardlib.jax._table import lowering
 
 __all__: list[str] = []
@@ -251,12 +252,11 @@ def _averages(ins: int, outs: int) -> np.ndarray:
 
 @lowering("aten::max_unpool2d.default", "aten::max_unpool3d.default")
 def _max_unpool(x: Any, indices: Any, output_size: Sequence[int], *_windows: Any) -> Any:
-    """Put elements where indices of the flat pooled dims say. Several at one place have each the whole gradient."""
+    """Put elements where indices of the flat pooled dims say."""
     dims = len(output_size)
     flat, at = (t.reshape(-1, math.prod(x.shape[-dims:])) for t in (x, indices))
-    place = (jnp.arange(flat.shape[0])[:, None], at)
     zeros = jnp.zeros((flat.shape[0], math.prod(output_size)), x.dtype)
-    y = zeros.at[place].set(lax.stop_gradient(flat)) + zeros.at[place].add(tangent_of(flat))
+    y = put_at(zeros, (jnp.arange(flat.shape[0])[:, None], at), flat)
     return y.reshape(*x.shape[:-dims], *output_size)
 
 
@@ -350,12 +350,12 @@ def _mse_loss(x: Any, target: Any, reduction: int = 1) -> Any:
 
 @lowering("aten::l1_loss.default")
 def _l1_loss(x: Any, target: Any, reduction: int = 1) -> Any:
-    return _reduced(jnp.abs(x - target), reduction)
+    return _reduced(absolute(x - target), reduction)
 
 
 @lowering("aten::smooth_l1_loss.default")
 def _smooth_l1_loss(x: Any, target: Any, reduction: int = 1, beta: float = 1.0) -> Any:
-    far = jnp.abs(x - target)
+    far = absolute(x - target)
     if beta == 0:
         return _reduced(far, reduction)
     return _reduced(jnp.where(far < beta, 0.5 * jnp.square(x - target) / beta, far - 0.5 * beta), reduction)
@@ -363,7 +363,7 @@ def _smooth_l1_loss(x: Any, target: Any, reduction: int = 1, beta: float = 1.0) 
 
 @lowering("aten::huber_loss.default")
 def _huber_loss(x: Any, target: Any, reduction: int = 1, delta: float = 1.0) -> Any:
-    far = jnp.abs(x - target)
+    far = absolute(x - target)
     return _reduced(jnp.where(far <= delta, 0.5 * jnp.square(x - target), delta * (far - 0.5 * delta)), reduction)
 
 

@@ -16,12 +16,13 @@ from jax.scipy import special
 
 from shardlib.errors import InputError
 from shardlib.jax._dtypes import as_dtype, promote, promoted
+from shardlib.jax._lowerings.gradients import absolute, with_gradient_of
 from shardlib.jax._table import lowering
 
 __all__: list[str] = []
 
 _UNARY: dict[str, Callable[[Any], Any]] = {
-    "abs": jnp.abs,
+    "abs": absolute,
     "acos": jnp.arccos,
     "acosh": jnp.arccosh,
     "alias": lambda x: x,
@@ -145,12 +146,10 @@ _BINARY: dict[str, tuple[str, Callable[[Any, Any], Any]]] = {
     "hypot": ("default", jnp.hypot),
     "atan2": ("default", lambda a, b: jnp.arctan2(*_floats(a, b))),
     "logaddexp": ("default", jnp.logaddexp),
-    "copysign": ("Tensor Scalar", lambda a, b: jnp.copysign(*_floats(a, b))),
     "gcd": ("default", jnp.gcd),
     "igamma": ("default", special.gammainc),
     "igammac": ("default", special.gammaincc),
     "lcm": ("default", jnp.lcm),
-    "nextafter": ("default", lambda a, b: jnp.nextafter(*map(lax.stop_gradient, (a, b)))),
     "special_xlog1py": ("default other_scalar self_scalar", lambda a, b: special.xlog1py(*_floats(a, b))),
     "xlogy": ("Tensor Scalar_Other Scalar_Self", lambda a, b: special.xlogy(*_floats(a, b))),
 }
@@ -219,6 +218,20 @@ def _pow(x: Any, exponent: float) -> Any:
     if float(exponent).is_integer() and abs(exponent) <= 64:
         return lax.integer_pow(x, int(exponent))
     return jnp.sqrt(x) if exponent == 0.5 else jnp.power(x, exponent)
+
+
+@lowering("aten::copysign.Tensor", "aten::copysign.Scalar", elementwise=True)
+def _copysign(a: Any, b: Any) -> Any:
+    """Return `a` with the sign of `b`; the gradient at zero is zero."""
+    a, b = _floats(a, b)
+    return jnp.copysign(jnp.where(a == 0, lax.stop_gradient(a), a), b)
+
+
+@lowering("aten::nextafter.default", elementwise=True)
+def _nextafter(a: Any, b: Any) -> Any:
+    """Return the next number towards `b`; `a` has the gradient."""
+    a, b = _broadcast(*promote(a, b))
+    return with_gradient_of(jnp.nextafter(lax.stop_gradient(a), lax.stop_gradient(b)), a)
 
 
 @jax.custom_jvp

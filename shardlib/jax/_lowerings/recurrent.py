@@ -94,20 +94,20 @@ def _recurrent(
 
 
 @lowering("aten::lstm.input", random=True)
-def _lstm(x: Any, hx: Sequence[Any], *args: Any, key: Any) -> tuple[Any, ...]:
+def _lstm(x: Any, hx: Sequence[Any], *args: Any, key: Any = None) -> tuple[Any, ...]:
     return _recurrent(_lstm_cell, x, tuple(hx), *args, key)
 
 
 @lowering("aten::gru.input", random=True)
-def _gru(x: Any, hx: Any, *args: Any, key: Any) -> tuple[Any, ...]:
+def _gru(x: Any, hx: Any, *args: Any, key: Any = None) -> tuple[Any, ...]:
     return _recurrent(_gru_cell, x, (hx,), *args, key)
 
 
 @lowering("aten::rnn_tanh.input", random=True)
-def _rnn_tanh(x: Any, hx: Any, *args: Any, key: Any) -> tuple[Any, ...]:
+def _rnn_tanh(x: Any, hx: Any, *args: Any, key: Any = None) -> tuple[Any, ...]:
     return _recurrent(_plain_cell(jnp.tanh), x, (hx,), *args, key)
 
 
 @lowering("aten::rnn_relu.input", random=True)
-def _rnn_relu(x: Any, hx: Any, *args: Any, key: Any) -> tuple[Any, ...]:
+def _rnn_relu(x: Any, hx: Any, *args: Any, key: Any = None) -> tuple[Any, ...]:
     return _recurrent(_plain_cell(jax.nn.relu), x, (hx,), *args, key)

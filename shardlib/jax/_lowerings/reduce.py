@@ -11,11 +11,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from shardlib.jax._dtypes import as_dtype
-from shardlib.jax._lowerings.gradients import tangent_of
+from shardlib.jax._lowerings.gradients import absolute, tangent_of
 from shardlib.jax._lowerings.views import on_rows
 from shardlib.jax._table import lowering
 
-__all__ = ["axes_of"]
+__all__ = ["axes_of", "p_norm"]
 
 
 def axes_of(dim: int | Sequence[int] | None) -> int | tuple[int, ...] | None:
@@ -148,16 +148,27 @@ def _norm(x: Any, p: float | None, dim: Any, keepdim: bool = False, dtype: Any =
 @lowering("aten::linalg_vector_norm.default")
 @on_rows
 def _vector_norm(x: Any, ord: float = 2, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:
-    axes, x = axes_of(dim), x if dtype is None else x.astype(as_dtype(dtype))
-    if ord == 0:
-        return jnp.sum((x != 0).astype(x.dtype), axis=axes, keepdims=keepdim)
-    if math.isinf(ord):
-        return (jnp.max if ord > 0 else jnp.min)(jnp.abs(x), axis=axes, keepdims=keepdim)
-    if ord == 2:
-        total = jnp.sum(jnp.square(jnp.abs(x)), axis=axes, keepdims=keepdim)
-        nonzero = total > 0  # the gradient of a norm of zero is zero
-        return jnp.where(nonzero, jnp.sqrt(jnp.where(nonzero, total, 1)), 0)
-    return jnp.sum(jnp.abs(x) ** ord, axis=axes, keepdims=keepdim) ** (1 / ord)
+    return p_norm(x if dtype is None else x.astype(as_dtype(dtype)), ord, axes_of(dim), keepdim)
+
+
+def p_norm(x: Any, p: float, axis: Any, keepdims: bool = False) -> Any:
+    """Compute a norm. Where it is zero, and by elements that are zero, its gradient is zero."""
+    if p == 0:
+        return jnp.sum((x != 0).astype(x.dtype), axis=axis, keepdims=keepdims)
+    if p == 2:
+        total = jnp.sum(
+            jnp.square(x) if jnp.isrealobj(x) else jnp.square(x.real) + jnp.square(x.imag), axis, keepdims=keepdims
+        )
+        return jnp.where(total > 0, jnp.sqrt(jnp.where(total > 0, total, 1)), total)
+    size = absolute(x)
+    if math.isinf(p):
+        return (jnp.max if p > 0 else jnp.min)(size, axis=axis, keepdims=keepdims)
+    if p == 1:
+        return jnp.sum(size, axis=axis, keepdims=keepdims)
+    some = size != 0
+    powers = jnp.where(some, jnp.where(some, size, 1) ** p, 0 if p > 0 else jnp.inf)
+    total = jnp.sum(powers, axis=axis, keepdims=keepdims)
+    return jnp.where(total != 0, jnp.where(total != 0, total, 1) ** (1 / p), 0)
 
 
 @lowering("aten::softmax.int", "aten::_softmax.default")
