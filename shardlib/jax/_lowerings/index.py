@@ -270,6 +270,11 @@ def _for_index(source: Any, index: Any, x: Any) -> Any:
     return source[tuple(slice(n) for n in index.shape)] if source.ndim else source
 
 
+@lowering("aten::take.default")
+def _take(x: Any, index: Any) -> Any:
+    return _looked_up(x.reshape(-1), index)
+
+
 @lowering("aten::put.default")
 def _put(x: Any, index: Any, source: Any, accumulate: bool = False) -> Any:
     flat, at, source = x.reshape(-1), index.reshape(-1), source.reshape(-1).astype(x.dtype)

@@ -255,6 +255,17 @@ def _inv_ex(x: Any, *, check_errors: bool = False) -> tuple[Any, Any]:
     return jnp.linalg.inv(x), _good(x)
 
 
+@lowering("aten::linalg_pinv.atol_rtol_tensor")
+def _pinv(x: Any, *, atol: Any = None, rtol: Any = None, hermitian: bool = False) -> Any:
+    """Return the pseudoinverse, for which singular values up to `max(atol, rtol * largest)` are zeros."""
+    if rtol is None:
+        rtol = jnp.finfo(x.dtype).eps * max(x.shape[-2:]) if atol is None else 0.0
+    if atol is not None:
+        largest = jnp.max(jnp.linalg.svd(lax.stop_gradient(x), compute_uv=False), axis=-1, initial=0)
+        rtol = jnp.maximum(rtol, jnp.where(largest > 0, atol / jnp.where(largest > 0, largest, 1), 0))
+    return jnp.linalg.pinv(x, rtol=lax.stop_gradient(rtol), hermitian=hermitian)
+
+
 @lowering("aten::_linalg_det.default")
 def _det(x: Any) -> tuple[Any, Any, Any]:
     return jnp.linalg.det(x), None, None

@@ -63,10 +63,10 @@ def _group_norm(
 def _native_group_norm(
     x: Any, weight: Any, bias: Any, count: int, channels: int, size: int, groups: int, eps: float
 ) -> tuple[Any, Any, Any]:
-    grouped = _wide(x).reshape(count, groups, -1)
+    grouped = _wide(x).reshape(count, groups, channels // groups * math.prod(x.shape[2:]))
     y, mean, rstd = _standardised(grouped, (-1,), eps)
     y = _affine(y.reshape(x.shape), *(_by_channel(t, x.ndim) for t in (weight, bias))).astype(x.dtype)
-    return y, lax.stop_gradient(mean[..., 0]), lax.stop_gradient(rstd[..., 0])
+    return y, mean[..., 0], rstd[..., 0]
 
 
 def _by_channel(t: Any, ndim: int) -> Any:

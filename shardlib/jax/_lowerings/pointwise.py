@@ -220,6 +220,13 @@ def _pow(x: Any, exponent: float) -> Any:
     return jnp.sqrt(x) if exponent == 0.5 else jnp.power(x, exponent)
 
 
+@lowering("aten::round.decimals", elementwise=True)
+def _round(x: Any, decimals: int) -> Any:
+    """Round to decimals, by torch's formula, which multiplies and divides by whole numbers only."""
+    ten = 10 ** abs(decimals)
+    return jnp.round(x * ten) / ten if decimals >= 0 else jnp.round(x / ten) * ten
+
+
 @lowering("aten::copysign.Tensor", "aten::copysign.Scalar", elementwise=True)
 def _copysign(a: Any, b: Any) -> Any:
     """Return `a` with the sign of `b`; the gradient at zero is zero."""

@@ -177,6 +177,15 @@ def _softmax(x: Any, dim: int, dtype: Any = None) -> Any:
     return jax.nn.softmax(_wide(x, dtype), axis=dim)
 
 
+@lowering("aten::_safe_softmax.default")
+@on_rows
+def _safe_softmax(x: Any, dim: int, dtype: Any = None) -> Any:
+    """Compute softmax; where all of a row is minus infinity, zeros."""
+    x = _wide(x, dtype)
+    empty = jnp.all(x == -jnp.inf, axis=dim, keepdims=True)
+    return jnp.where(empty, 0, jax.nn.softmax(jnp.where(empty, 0, x), axis=dim))
+
+
 @lowering("aten::log_softmax.int", "aten::_log_softmax.default")
 @on_rows
 def _log_softmax(x: Any, dim: int, dtype: Any = None) -> Any:
@@ -315,7 +324,7 @@ def _histogram(x: Any, bins: int = 100, *, range: Any = None, weight: Any = None
     low, high = (jnp.min(x), jnp.max(x)) if range is None else range
     even = low == high
     low, high = jnp.where(even, low - 0.5, low), jnp.where(even, high + 0.5, high)
-    return _histogram_of(x, jnp.linspace(low, high, bins + 1, dtype=x.dtype), weight=weight, density=density)
+    return _histogram_of(x, _edges(low, high, bins).astype(x.dtype), weight=weight, density=density)
 
 
 @lowering("aten::histogram.bins_tensor")
@@ -329,8 +338,16 @@ def _histogram_of(x: Any, bins: Any, *, weight: Any = None, density: bool = Fals
 def _histc(x: Any, bins: int = 100, min: float = 0, max: float = 0) -> Any:
     """Count a histogram; bins are half open except the last; values outside are not counted."""
     flat = x.reshape(-1).astype(jnp.promote_types(x.dtype, jnp.float32))
-    low, high = (jnp.min(flat), jnp.max(flat)) if min == max else (min, max)
-    at = jnp.floor((flat - low) / (high - low) * bins).astype(jnp.int32)
-    at = jnp.where(flat == high, bins - 1, at)
-    counted = (flat >= low) & (flat <= high)
+    low, high = (jnp.min(flat), jnp.max(flat)) if min == max else (jnp.asarray(min, flat.dtype), max)
+    even = low == high
+    edges = _edges(jnp.where(even, low - 1, low), jnp.where(even, high + 1, high), bins)
+    at = jnp.searchsorted(edges, flat, side="right") - 1
+    at = jnp.where(flat == edges[-1], bins - 1, at)
+    counted = (flat >= edges[0]) & (flat <= edges[-1])
     return jnp.zeros(bins, x.dtype).at[jnp.where(counted, at, 0)].add(counted.astype(x.dtype))
+
+
+def _edges(low: Any, high: Any, bins: int) -> Any:
+    """Return evenly spaced edges, each counted from the nearer end, as by `torch.linspace`, to the last bit."""
+    step, at = (high - low) / bins, jnp.arange(bins + 1)
+    return jnp.where(at < (bins + 1) // 2, low + step * at, high - step * (bins - at))

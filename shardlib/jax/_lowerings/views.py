@@ -51,7 +51,7 @@ def _view(x: Any, shape: Sequence[int]) -> Any:
 @lowering("aten::flatten.using_ints")
 def _flatten(x: Any, start_dim: int = 0, end_dim: int = -1) -> Any:
     first, last = start_dim % max(x.ndim, 1), end_dim % max(x.ndim, 1)
-    return x.reshape(*x.shape[:first], -1, *x.shape[last + 1 :])
+    return x.reshape(*x.shape[:first], math.prod(x.shape[first : last + 1]), *x.shape[last + 1 :])
 
 
 @lowering("aten::unflatten.int")
@@ -228,6 +228,8 @@ def _diagonal(x: Any, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any:
 
 @lowering("aten::unfold.default")
 def _unfold(x: Any, dim: int, size: int, step: int) -> Any:
+    if not x.ndim:
+        return x.reshape(1)[:size]
     dim %= x.ndim
     starts = jnp.arange(0, x.shape[dim] - size + 1, step)
     windows = jnp.take(x, starts[:, None] + jnp.arange(size), axis=dim)
