@@ -80,6 +80,7 @@ _UNARY: dict[str, Callable[[Any], Any]] = {
     "signbit": jnp.signbit,
     "silu": jax.nn.silu,
     "sin": jnp.sin,
+    "sinc": jnp.sinc,
     "sinh": jnp.sinh,
     "special_entr": special.entr,
     "special_erfcx": special.erfcx,
@@ -126,8 +127,8 @@ _BINARY: dict[str, tuple[str, Callable[[Any, Any], Any]]] = {
     "minimum": ("default", jnp.minimum),
     "max": ("other", jnp.maximum),
     "min": ("other", jnp.minimum),
-    "fmax": ("default", jnp.fmax),
-    "fmin": ("default", jnp.fmin),
+    "fmax": ("default", lambda a, b: jnp.where((a >= b) | jnp.isnan(b), a, b)),  # of equals the first has the gradient
+    "fmin": ("default", lambda a, b: jnp.where((a <= b) | jnp.isnan(b), a, b)),
     "floor_divide": ("default Scalar", jnp.floor_divide),
     "remainder": ("Tensor Scalar", jnp.remainder),
     "fmod": ("Tensor Scalar", jnp.fmod),
@@ -150,9 +151,15 @@ _BINARY: dict[str, tuple[str, Callable[[Any, Any], Any]]] = {
     "igamma": ("default", special.gammainc),
     "igammac": ("default", special.gammaincc),
     "lcm": ("default", jnp.lcm),
-    "special_xlog1py": ("default other_scalar self_scalar", lambda a, b: special.xlog1py(*_floats(a, b))),
-    "xlogy": ("Tensor Scalar_Other Scalar_Self", lambda a, b: special.xlogy(*_floats(a, b))),
+    "special_xlog1py": ("default other_scalar self_scalar", lambda a, b: _product_of_log(special.xlog1py, a, b, -1)),
+    "xlogy": ("Tensor Scalar_Other Scalar_Self", lambda a, b: _product_of_log(special.xlogy, a, b, 0)),
 }
+
+
+def _product_of_log(function: Callable[[Any, Any], Any], a: Any, b: Any, pole: float) -> Any:
+    """Return `a log(b)`, or of `1 + b`. Where that is zero times infinity, `a` has no gradient."""
+    a, b = _floats(a, b)
+    return function(jnp.where((a == 0) & (b <= pole), lax.stop_gradient(a), a), b)
 
 
 def _floats(*operands: Any) -> list[Any]:

@@ -77,7 +77,9 @@ def _var(x: Any, dim: Any = None, correction: float | None = None, keepdim: bool
 @lowering("aten::std.correction")
 @on_rows
 def _std(x: Any, dim: Any = None, correction: float | None = None, keepdim: bool = False) -> Any:
-    return jnp.sqrt(_var(x, dim, correction, keepdim))
+    """Return the deviation; where it is zero, its gradient is zero."""
+    var = _var(x, dim, correction, keepdim)
+    return jnp.where(var > 0, jnp.sqrt(jnp.where(var > 0, var, 1)), var)
 
 
 @lowering("aten::var_mean.correction")
