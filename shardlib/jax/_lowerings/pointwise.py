@@ -41,7 +41,7 @@ _UNARY: dict[str, Callable[[Any], Any]] = {
     "deg2rad": jnp.deg2rad,
     "detach": lax.stop_gradient,
     "detach_copy": lax.stop_gradient,
-    "digamma": lax.digamma,
+    "digamma": lambda x: _digamma(x),
     "erf": lax.erf,
     "erfc": lax.erfc,
     "erfinv": lax.erf_inv,
@@ -51,12 +51,12 @@ _UNARY: dict[str, Callable[[Any], Any]] = {
     "floor": jnp.floor,
     "_neg_view": jnp.negative,
     "frac": lambda x: x - jnp.trunc(x),
-    "i0": special.i0,
+    "i0": lambda x: jnp.exp(absolute(x)) * special.i0e(x),
     "imag": jnp.imag,
     "isfinite": jnp.isfinite,
     "isinf": jnp.isinf,
     "isnan": jnp.isnan,
-    "lgamma": lax.lgamma,
+    "lgamma": lambda x: _lgamma(x),
     "log": jnp.log,
     "log10": jnp.log10,
     "log1p": jnp.log1p,
@@ -145,7 +145,7 @@ _BINARY: dict[str, tuple[str, Callable[[Any, Any], Any]]] = {
     "logical_or": ("default", jnp.logical_or),
     "logical_xor": ("default", jnp.logical_xor),
     "hypot": ("default", jnp.hypot),
-    "atan2": ("default", lambda a, b: jnp.arctan2(*_floats(a, b))),
+    "atan2": ("default", lambda a, b: _angle(*jnp.broadcast_arrays(*_floats(a, b)))),
     "logaddexp": ("default", jnp.logaddexp),
     "gcd": ("default", jnp.gcd),
     "igamma": ("default", special.gammainc),
@@ -154,6 +154,12 @@ _BINARY: dict[str, tuple[str, Callable[[Any, Any], Any]]] = {
     "special_xlog1py": ("default other_scalar self_scalar", lambda a, b: _product_of_log(special.xlog1py, a, b, -1)),
     "xlogy": ("Tensor Scalar_Other Scalar_Self", lambda a, b: _product_of_log(special.xlogy, a, b, 0)),
 }
+
+
+def _angle(y: Any, x: Any) -> Any:
+    """Return `atan2(y, x)`, without a gradient at the origin."""
+    origin = (y == 0) & (x == 0)
+    return jnp.arctan2(*(jnp.where(origin, lax.stop_gradient(each), each) for each in (y, x)))
 
 
 def _product_of_log(function: Callable[[Any, Any], Any], a: Any, b: Any, pole: float) -> Any:
@@ -277,11 +283,17 @@ def _special_zeta(s: Any, q: Any) -> Any:
     return _zeta(*_broadcast(*_floats(s, q)))
 
 
+_digamma, _lgamma = jax.custom_jvp(lambda x: lax.digamma(x)), jax.custom_jvp(lambda x: lax.lgamma(x))
+# JAX (0.10) takes the derivatives from its own zeta function.
+_digamma.defjvp(lambda primals, tangents: (_digamma(*primals), _polygamma(1, *primals) * tangents[0]))
+_lgamma.defjvp(lambda primals, tangents: (_lgamma(*primals), _digamma(*primals) * tangents[0]))
+
+
 @lowering("aten::polygamma.default", elementwise=True)
 def _polygamma(n: int, x: Any) -> Any:
     (x,) = _floats(x)
     if n == 0:
-        return lax.digamma(x)
+        return _digamma(x)
     return (-1) ** (n + 1) * math.factorial(n) * _zeta(jnp.full_like(x, n + 1), x)
 
 
@@ -348,6 +360,8 @@ def _clamp(x: Any, min: Any = None, max: Any = None) -> Any:
 def _clamp_by_tensors(x: Any, min: Any = None, max: Any = None) -> Any:
     dtype = promoted(x, *(bound for bound in (min, max) if bound is not None))
     if _slope_at_a_bound(tensor=True) == 1:
+        if min is not None and max is not None:  # bounds that are equal leave the lower one without a gradient
+            min = jnp.where(min == max, lax.stop_gradient(min), min)
         return _between(x.astype(dtype), min, max, flat_at_bounds=False)
     # JAX halves the gradient between equals, as torch does from 2.14 on.
     x = x.astype(dtype) if min is None else jnp.maximum(x, min)
