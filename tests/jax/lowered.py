@@ -368,7 +368,7 @@ CASES: list[Call] = [
     _call(aten.embedding.default, X, IDS % 3, -1, True),
     *(_call(aten._embedding_bag.default, X, BAGS, FIRST_OF_BAG, False, mode) for mode in (0, 1, 2)),
     *(_call(aten._embedding_bag.default, TIED, BAGS, FIRST_OF_BAG, padding_idx=2, mode=mode) for mode in (0, 1, 2)),
-    _call(aten._embedding_bag.default, X, BAGS, torch.tensor([0, 2, 6]), True, 0, False, _numbers(6), True),
+    _call(aten._embedding_bag.default, X, BAGS, torch.tensor([0, 2, 6]), False, 0, False, _numbers(6), True),
     # products
     _call(aten.linear.default, B3, C3[0].t().contiguous(), _numbers(5)),
     _call(aten.linear.default, V, Y),

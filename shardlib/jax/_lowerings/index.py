@@ -57,9 +57,11 @@ def _embedding_bag(
     padding_idx: int = -1,
 ) -> Any:
     """Return the sum, mean or maximum of each bag's rows; what torch's backward reads beside it is not computed."""
+    if scale_grad_by_freq:  # torch (2.13) divides by the frequencies of other ids where one repeats
+        raise InputError("An embedding_bag with scale_grad_by_freq=True has no lowering. Leave the option out.")
     count = offsets.shape[0] - include_last_offset
     bags = jnp.searchsorted(offsets[:count], jnp.arange(ids.shape[0]), side="right") - 1
-    rows = _embedding(weight, ids, scale_grad_by_freq=scale_grad_by_freq)
+    rows = _embedding(weight, ids)
     if per_sample_weights is not None:
         rows = rows * per_sample_weights[:, None]
     kept = jnp.ones(ids.shape, bool) if padding_idx < 0 else ids != padding_idx
@@ -236,7 +238,8 @@ def _put_at(places: _Places, x: Any, source: Any, *arrays: Any) -> Any:
 def _put_at_jvp(places: _Places, primals: Any, tangents: Any) -> Any:
     (x, source, *arrays), (x_dot, source_dot, *_) = primals, tangents
     at = _together(places, arrays)
-    return _put_at(places, x, source, *arrays), x_dot.at[at].set(0).at[at].add(source_dot)
+    replaced = jnp.zeros(x.shape, bool).at[at].set(True)
+    return _put_at(places, x, source, *arrays), jnp.where(replaced, 0, x_dot).at[at].add(source_dot)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
