@@ -53,20 +53,24 @@ class _Calls(nn.Module):
 _COARSE = ("nn.functional.hardsigmoid|", "polygamma|", "special.polygamma|", "special.zeta|", "digamma|")
 
 
+# Ops whose vectors may have another sign or phase.
+_FREE = ("linalg.eig", "linalg.svd", "svd", "linalg.qr", "qr|", "pca_lowrank", "svd_lowrank")
+
+
 def check_on_jax(names: Sequence[str], count: int, dtype: torch.dtype | None) -> list[Verdict]:
     """Check some samples of each op; runs in a process where JAX has 64-bit numbers."""
     warnings.simplefilter("ignore")
     cases = [
-        (name, case)
-        for name in names
-        for sample in samples_of(
-            name, count=count, dtype=dtype or (torch.float32 if name.startswith(_COARSE) else None)
-        )
-        if (case := _case(sample)) is not None
+        (name, case) for name in names for sample in _samples(name, count, dtype) if (case := _case(sample)) is not None
     ]
     found = _findings([case for _, case in cases])
     jax.clear_caches()
     return [Verdict(name, tuple(f for (own, _), f in zip(cases, found, strict=True) if own == name)) for name in names]
+
+
+def _samples(name: str, count: int, dtype: torch.dtype | None) -> list[Sample]:
+    dtype = dtype or (torch.float32 if name.startswith(_COARSE) else None)
+    return samples_of(name, count=count, dtype=dtype, unique=name.startswith(_FREE))
 
 
 def _findings(cases: Sequence[_Case]) -> list[Finding]:

@@ -311,8 +311,13 @@ def database(only: str | None = None) -> list[str]:
 FORMS = ("call", "in place", "view", "out")
 
 
-def samples_of(name: str, *, count: int = 6, form: str = "call", dtype: torch.dtype | None = None) -> list[Sample]:
-    """Return sample inputs of one op, in float64 where possible; none where the op has no such form or dtype."""
+def samples_of(
+    name: str, *, count: int = 6, form: str = "call", dtype: torch.dtype | None = None, unique: bool = False
+) -> list[Sample]:
+    """Return sample inputs of one op, in float64 where possible; none where the op has no such form or dtype.
+
+    With `unique`, what torch's tests compare: of eigenvectors, for instance, what no sign or phase changes.
+    """
     base, _, variant = name.partition("|")
     info = next(i for i in op_database() if i.name == base and i.variant_test_name == variant)
     fn = _formed(info, form)
@@ -324,7 +329,8 @@ def samples_of(name: str, *, count: int = 6, form: str = "call", dtype: torch.dt
     grad = form != "out" and info.supports_autograd and (dtype.is_floating_point or dtype.is_complex)
     made = info.sample_inputs("cpu", dtype, requires_grad=grad)
     picked = [s for s, _ in zip(made, range(4 * count), strict=False)]
-    samples = [Sample(fn, (s.input, *s.args), s.kwargs) for s in picked]
+    functions = [_Then(fn, s.output_process_fn_grad) if unique else fn for s in picked]
+    samples = [Sample(own, (s.input, *s.args), s.kwargs) for own, s in zip(functions, picked, strict=True)]
     usable = [s for s in samples if s.tensors and all(_plain(t) for t in s.tensors)]
     step = max(1, len(usable) // count)
     return usable[::step][:count]
@@ -384,6 +390,17 @@ class _Out:
         out = pytree.tree_map_only(torch.Tensor, torch.zeros_like, self.fn(*args, **kwargs))
         returned = self.fn(*args, out=out, **kwargs)
         return list(pytree.tree_leaves(out)), list(pytree.tree_leaves(returned))
+
+
+@dataclass(frozen=True)
+class _Then:
+    """A function after the op."""
+
+    fn: Callable[..., Any]
+    then: Callable[[Any], Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.then(self.fn(*args, **kwargs))
 
 
 _UNSET = ("empty", "new_empty")  # ops whose name begins so return whatever lay in memory

@@ -204,7 +204,7 @@ CASES: list[Call] = [
     _call(aten.polar.default, P, Y),
     _call(aten.view_as_complex.default, X.view(3, 2, 2)),
     _call(aten.view_as_real.default, COMPLEX),
-    _call(aten._conj.default, COMPLEX),
+    *(_call(op, COMPLEX) for op in (aten._conj.default, aten._conj_physical.default)),
     _call(aten.view.dtype, X, torch.int32),
     _call(aten.view.dtype, X, torch.int64),
     _call(aten.view.dtype, X, torch.uint8),
@@ -426,8 +426,6 @@ CASES: list[Call] = [
     _call(aten._linalg_slogdet.default, SQUARE),
     *(_call(aten.linalg_pinv.atol_rtol_tensor, given) for given in (TALL, WIDE)),
     _call(aten.linalg_pinv.atol_rtol_tensor, SQUARE, atol=torch.tensor(0.5), rtol=torch.tensor(0.01)),
-    _call(aten.linalg_lstsq.default, TALL, _numbers(2, 5, 2)),
-    _call(aten.linalg_lstsq.default, WIDE, _numbers(2, 3, 2)),
     _call(aten.linalg_matrix_exp.default, SQUARE),
     *(_call(aten._fft_r2c.default, B3, [0, 2], norm, one) for norm in (0, 1, 2) for one in (True, False)),
     *(_call(aten._fft_c2c.default, COMPLEX, [0, 1], norm, way) for norm in (0, 1, 2) for way in (True, False)),
@@ -510,6 +508,11 @@ CASES: list[Call] = [
     _call(aten.smooth_l1_loss.default, X, Y, 1, 0.5),
     _call(aten.huber_loss.default, X, Y, 0, 0.5),
     _call(aten.binary_cross_entropy_with_logits.default, X, P, None, V.abs()),
+    *(
+        _call(aten.multilabel_margin_loss_forward.default, given, torch.tensor([[2, 0, -1], [1, -1, 2], [0, 1, 2]]), r)
+        for given in (SQUARE, TIED)
+        for r in (0, 1)
+    ),
     _call(aten.kl_div.default, X, P),
     _call(aten.kl_div.default, X, Y, 2, log_target=True),
 ]

@@ -268,24 +268,12 @@ def _pinv(x: Any, *, atol: Any = None, rtol: Any = None, hermitian: bool = False
 
 @lowering("aten::_linalg_det.default")
 def _det(x: Any) -> tuple[Any, Any, Any]:
-    return jnp.linalg.det(x), None, None
+    return jnp.linalg.det(x) if x.size else jnp.ones(x.shape[:-2], x.dtype), None, None
 
 
 @lowering("aten::_linalg_slogdet.default")
 def _slogdet(x: Any) -> tuple[Any, Any, Any, Any]:
     return *jnp.linalg.slogdet(x), None, None
-
-
-@lowering("aten::linalg_lstsq.default")
-def _lstsq(a: Any, b: Any, rcond: float | None = None, *, driver: str | None = None) -> tuple[Any, Any, Any, Any]:
-    """Solve by the pseudoinverse, which torch's gradient is of. Which residuals there are depends on values."""
-    vector = b.ndim == a.ndim - 1
-    columns = b[..., None] if vector else b
-    x = jnp.linalg.pinv(a, rtol=rcond) @ columns
-    values = jnp.linalg.svd(lax.stop_gradient(a), compute_uv=False)
-    small = jnp.finfo(a.dtype).eps * max(a.shape[-2:]) if rcond is None else rcond
-    rank = jnp.sum(values > small * values[..., :1], axis=-1)
-    return x[..., 0] if vector else x, None, rank, values if driver in ("gelss", "gelsd") else _nothing(a.dtype)
 
 
 @lowering("aten::linalg_matrix_exp.default")

@@ -380,3 +380,18 @@ def _kl_div(x: Any, target: Any, reduction: int = 1, log_target: bool = False) -
         return _reduced(jnp.exp(target) * (target - x), reduction)
     positive = target > 0
     return _reduced(jnp.where(positive, target * (jnp.log(jnp.where(positive, target, 1)) - x), 0), reduction)
+
+
+@lowering("aten::multilabel_margin_loss_forward.default")
+def _multilabel_margin_loss(x: Any, target: Any, reduction: int = 1) -> tuple[Any, Any]:
+    """Return the loss, flat at the margin, and which classes are targets; targets end at the first -1."""
+    shape = target.shape
+    x, target = (t.reshape(-1, t.shape[-1]) if t.ndim else t.reshape(1, 1) for t in (x, target))
+    valid = jnp.cumsum(target < 0, axis=1) == 0
+    own = jnp.take_along_axis(x, jnp.where(valid, target, 0), axis=1)
+    classes = jnp.arange(x.shape[1])
+    is_target = jnp.any((target[..., None] == classes) & valid[..., None], axis=1)
+    missed = jax.nn.relu(1 - own[:, :, None] + x[:, None, :])
+    loss = jnp.sum(jnp.where(valid[:, :, None] & ~is_target[:, None, :], missed, 0), axis=(1, 2)) / x.shape[1]
+    loss = loss if len(shape) > 1 else loss[0]
+    return _reduced(loss, reduction), is_target.reshape(shape).astype(x.dtype)

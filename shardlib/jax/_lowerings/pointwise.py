@@ -35,6 +35,7 @@ _UNARY: dict[str, Callable[[Any], Any]] = {
     "ceil": jnp.ceil,
     "conj": jnp.conj,
     "conj_physical": jnp.conj,
+    "_conj_physical": jnp.conj,
     "_conj": jnp.conj,
     "cos": jnp.cos,
     "cosh": jnp.cosh,
@@ -97,7 +98,7 @@ _UNARY: dict[str, Callable[[Any], Any]] = {
 }
 # Whole numbers that are not asked to stay whole become the default float.
 _WHOLE = {"abs", "alias", "bitwise_not", "ceil", "conj", "detach", "detach_copy", "floor", "imag", "isfinite", "isinf"}
-_WHOLE |= {"_conj", "_neg_view", "conj_physical"}
+_WHOLE |= {"_conj", "_conj_physical", "_neg_view", "conj_physical"}
 _WHOLE |= {"isnan", "logical_not", "neg", "positive", "real", "relu", "relu6", "round", "sgn", "sign", "signbit"}
 _WHOLE |= {"square", "trunc"}
 
