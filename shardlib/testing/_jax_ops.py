@@ -1,4 +1,4 @@
-"""Are ops on the JAX engine right? PyTorch's database of ops on one device: values and gradients beside torch's."""
+"""Ops of PyTorch's database on one device of JAX beside torch. Runs in the process that is kept for JAX."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shardlib.jax._bits import to_numpy, to_tensor
 from shardlib.jax._compile import compile_model
 from shardlib.testing.ops import Finding, Sample, Verdict, _difference, _direction, _plain, _tolerance, samples_of
 
-__all__ = ["check_on_jax"]
+__all__ = ["check"]
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ _COARSE = ("nn.functional.hardsigmoid|", "polygamma|", "special.polygamma|", "sp
 _FREE = ("linalg.eig", "linalg.svd", "svd", "linalg.qr", "qr|", "pca_lowrank", "svd_lowrank")
 
 
-def check_on_jax(names: Sequence[str], count: int, dtype: torch.dtype | None) -> list[Verdict]:
+def check(names: Sequence[str], count: int, dtype: torch.dtype | None) -> list[Verdict]:
     """Check some samples of each op; runs in a process where JAX has 64-bit numbers."""
     warnings.simplefilter("ignore")
     cases = [

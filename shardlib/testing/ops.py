@@ -6,8 +6,7 @@ way on a mesh, and compares outputs and gradients. The command runs it over PyTo
     python -m shardlib.testing.ops --world 2
 
 and prints for each op whether our sharding rules carried it, whether something had to be gathered, or what was wrong.
-`--form` writes in place, through views, or into `out=`; `--dtype` takes another type. `--engine jax` compiles the ops
-on one device of JAX, and prints whether they are right, or why they are refused.
+`--form` writes in place, through views, or into `out=`; `--dtype` takes another type.
 """
 
 from __future__ import annotations
@@ -460,57 +459,30 @@ def check_op(
     return (worst or verdicts)[0]
 
 
-def check_ops_on_jax(
-    names: Sequence[str], *, count: int = 6, dtype: torch.dtype | None = None, timeout: float = 600.0
-) -> list[Verdict]:
-    """Check ops of the database on one device of JAX, values and gradients, in a process that is kept for it."""
-    from shardlib.testing import _jax_ops  # which imports JAX
-    from shardlib.testing._jax_devices import on_devices
-
-    try:
-        return on_devices(1, _jax_ops.check_on_jax, list(names), count, dtype, timeout=timeout)
-    except RankError as error:
-        if len(names) == 1:
-            return [Verdict(names[0], (Finding("hung", (), str(error)),))]
-    return [verdict for name in names for verdict in check_ops_on_jax([name], count=count, dtype=dtype)]
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Check ops and print the table; the exit code is 1 when one is wrong, crashed or hung."""
     parser = argparse.ArgumentParser(prog="python -m shardlib.testing.ops", description=__doc__)
-    parser.add_argument("--engine", default="torch", choices=("torch", "jax"))
-    parser.add_argument("--world", default="2", help='ranks, or a mesh shape such as "2x2" (torch)')
+    parser.add_argument("--world", default="2", help='ranks, or a mesh shape such as "2x2"')
     parser.add_argument("--only", help="ops whose name begins so")
     parser.add_argument("--every", type=int, default=1, help="take one of so many ops")
-    parser.add_argument("--tries", type=int, default=16, help="placements per sample (torch)")
-    parser.add_argument("--samples", type=int, default=6, help="samples per op (jax)")
-    parser.add_argument("--form", default="call", choices=FORMS, help="how ops are called (torch)")
+    parser.add_argument("--tries", type=int, default=16, help="placements per sample")
+    parser.add_argument("--form", default="call", choices=FORMS, help="how ops are called")
     parser.add_argument("--dtype", help='"float32", "bfloat16", ...; float64 where an op takes it unless given')
     parser.add_argument("--show", type=int, default=3, help="failures shown per op")
     options = parser.parse_args(argv)
     shape = tuple(int(size) for size in options.world.split("x"))
     dtype = getattr(torch, options.dtype) if options.dtype else None
     counts: dict[str, int] = {}
-    for verdict in _verdicts(options, shape, dtype):
+    for name in database(options.only)[:: options.every]:
+        verdict = check_op(name, shape, tries=options.tries, form=options.form, dtype=dtype)
         counts[verdict.kind] = counts.get(verdict.kind, 0) + 1
-        _print_verdict(verdict, options.show)
+        print_verdict(verdict, options.show)
     print(", ".join(f"{count} {kind}" for kind, count in sorted(counts.items())))
     return 1 if {"wrong", "crashed", "hung"} & counts.keys() else 0
 
 
-_AT_ONCE = 8  # ops that JAX compiles in one program
-
-
-def _verdicts(options: argparse.Namespace, shape: tuple[int, ...], dtype: torch.dtype | None) -> Iterator[Verdict]:
-    names = database(options.only)[:: options.every]
-    if options.engine == "torch":
-        yield from (check_op(n, shape, tries=options.tries, form=options.form, dtype=dtype) for n in names)
-        return
-    for start in range(0, len(names), _AT_ONCE):
-        yield from check_ops_on_jax(names[start : start + _AT_ONCE], count=options.samples, dtype=dtype)
-
-
-def _print_verdict(verdict: Verdict, show: int) -> None:
+def print_verdict(verdict: Verdict, show: int) -> None:
+    """Print a line about an op, and its first failures."""
     gathered = sorted({op for f in verdict.findings if f.kind == "gather" for op in f.detail.split(", ")})
     good = sum(f.kind in ("rule", "right", "random") for f in verdict.findings)
     print(f"{verdict.name.rstrip('|'):48} {verdict.kind:10} {good}/{len(verdict.findings)} {' '.join(gathered)}")

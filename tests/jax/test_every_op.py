@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from shardlib.testing.ops import Verdict, check_ops_on_jax, database
+from shardlib.testing.jax_ops import check_ops
+from shardlib.testing.ops import Verdict, database
 
 # Ops of which a model may stop for the lack of one: lowered here, decomposed by torch, and mixed with views.
 _OFTEN_USED = (
@@ -32,17 +33,17 @@ def _said(verdict: Verdict, kinds: Sequence[str]) -> list[str]:
 
 
 def test_ops_that_models_often_use_are_right():
-    verdicts = check_ops_on_jax(_OFTEN_USED, count=2)
+    verdicts = check_ops(_OFTEN_USED, count=2)
     assert [verdict.name for verdict in verdicts if verdict.kind != "right"] == [], "\n".join(
         line for verdict in verdicts for line in _said(verdict, (*_BAD, "refused"))
     )
 
 
 def test_some_of_pytorchs_ops():
-    assert [line for v in check_ops_on_jax(database()[7::_PARTS], count=2) for line in _said(v, _BAD)] == []
+    assert [line for v in check_ops(database()[7::_PARTS], count=2) for line in _said(v, _BAD)] == []
 
 
 @pytest.mark.deep
 @pytest.mark.parametrize("part", range(_PARTS))
 def test_each_of_pytorchs_ops(part: int):
-    assert [line for v in check_ops_on_jax(database()[part::_PARTS]) for line in _said(v, _BAD)] == []
+    assert [line for v in check_ops(database()[part::_PARTS]) for line in _said(v, _BAD)] == []
