@@ -46,9 +46,9 @@ __all__ = [
     "Verdict",
     "check_function",
     "check_op",
-    "check_ops_on_jax",
     "database",
     "placed",
+    "print_verdict",
     "samples_of",
 ]
 
