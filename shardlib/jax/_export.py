@@ -109,10 +109,27 @@ def _decomposed(program: torch.export.ExportedProgram) -> torch.export.ExportedP
     Ops with a lowering stay whole: they keep torch's gradients, and dims that a mesh shards.
     """
     table: dict[Any, Callable[..., Any]] = {}
-    while found := {op: how for op in _missing(program) - table.keys() if (how := decomposition_of(op)) is not None}:
+    whole: set[Any] = set()
+    while found := {op: how for op in _missing(program) - table.keys() - whole if (how := decomposition_of(op))}:
+        done = _applied(program, table | found)
+        if done is None:
+            whole |= {op for op, how in found.items() if _applied(program, table | {op: how}) is None}
+            found = {op: how for op, how in found.items() if op not in whole}
+            done = _applied(program, table | found)
+        if done is None:  # each can be decomposed, and not all of them
+            return program
         table |= found
-        program = program.run_decompositions(table)
+        program = done
     return program
+
+
+def _applied(program: torch.export.ExportedProgram, table: Mapping[Any, Any]) -> torch.export.ExportedProgram | None:
+    """Return the program with ops decomposed, or None if torch cannot, or makes ops with effects of them."""
+    try:
+        done = program.run_decompositions(dict(table))
+    except Exception:
+        return None
+    return None if any(spec.kind is InputKind.TOKEN for spec in done.graph_signature.input_specs) else done
 
 
 def _missing(program: torch.export.ExportedProgram) -> set[Any]:

@@ -422,6 +422,7 @@ CASES: list[Call] = [
     _call(aten.linalg_solve.default, SQUARE, _numbers(2, 3, 3)),
     _call(aten.linalg_cholesky.default, POSITIVE_DEFINITE, upper=True),
     _call(aten.linalg_lu_factor.default, TALL),
+    _call(aten.linalg_tensorinv.default, _numbers(6, 2, 3, seed=26), 1),
     _call(aten._linalg_det.default, SQUARE),
     _call(aten._linalg_slogdet.default, SQUARE),
     *(_call(aten.linalg_pinv.atol_rtol_tensor, given) for given in (TALL, WIDE)),

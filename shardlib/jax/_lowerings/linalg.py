@@ -235,6 +235,11 @@ def _inv(x: Any) -> Any:
     return jnp.linalg.inv(x)
 
 
+@lowering("aten::linalg_tensorinv.default")
+def _tensorinv(x: Any, ind: int = 2) -> Any:
+    return jnp.linalg.tensorinv(x, ind)
+
+
 @lowering("aten::linalg_solve.default")
 def _solve(a: Any, b: Any, *, left: bool = True) -> Any:
     return _solve_ex(a, b, left=left)[0]
@@ -258,12 +263,14 @@ def _inv_ex(x: Any, *, check_errors: bool = False) -> tuple[Any, Any]:
 @lowering("aten::linalg_pinv.atol_rtol_tensor")
 def _pinv(x: Any, *, atol: Any = None, rtol: Any = None, hermitian: bool = False) -> Any:
     """Return the pseudoinverse, for which singular values up to `max(atol, rtol * largest)` are zeros."""
+    if hermitian:
+        raise InputError("A pseudoinverse with hermitian=True has no lowering. Leave the option out.")
     if rtol is None:
         rtol = jnp.finfo(x.dtype).eps * max(x.shape[-2:]) if atol is None else 0.0
     if atol is not None:
         largest = jnp.max(jnp.linalg.svd(lax.stop_gradient(x), compute_uv=False), axis=-1, initial=0)
         rtol = jnp.maximum(rtol, jnp.where(largest > 0, atol / jnp.where(largest > 0, largest, 1), 0))
-    return jnp.linalg.pinv(x, rtol=lax.stop_gradient(rtol), hermitian=hermitian)
+    return jnp.linalg.pinv(x, rtol=lax.stop_gradient(rtol))
 
 
 @lowering("aten::_linalg_det.default")
