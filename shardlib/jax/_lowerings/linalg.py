@@ -104,7 +104,8 @@ def _householder_product(reflectors: Any, scales: Any) -> Any:
 def _reflected(reflectors: Any, scales: Any, x: Any, *, adjoint: bool) -> Any:
     """Apply `H_1 H_2 ... H_k`, or its adjoint, from the left; `H_i = 1 - scale_i v_i v_i^H`."""
     count = scales.shape[-1]
-    below = jnp.tril(reflectors, -1) + jnp.eye(*reflectors.shape[-2:], dtype=reflectors.dtype)
+    m, n = reflectors.shape[-2:]
+    below = jnp.tril(reflectors, -1) + jnp.eye(m, n, dtype=reflectors.dtype)
     for i in range(count) if adjoint else reversed(range(count)):
         v = below[..., :, i : i + 1]
         scale = scales[..., i, None, None]

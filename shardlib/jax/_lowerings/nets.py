@@ -185,7 +185,8 @@ def _largest_in_windows(x: Any, positions: Sequence[Any]) -> tuple[Any, Any]:
     """
     dims, sizes = len(positions), x.shape[-len(positions) :]
     outer = x.ndim - dims
-    inside, flat = True, 0
+    inside: Any = True
+    flat: Any = 0
     for d, (at, size) in enumerate(zip(positions, sizes, strict=True)):
         axis = outer + 2 * d
         x = jnp.take(x, jnp.clip(at, 0, size - 1).reshape(-1), axis=axis)

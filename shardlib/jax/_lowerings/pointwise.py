@@ -284,7 +284,8 @@ def _special_zeta(s: Any, q: Any) -> Any:
     return _zeta(*_broadcast(*_floats(s, q)))
 
 
-_digamma, _lgamma = jax.custom_jvp(lambda x: lax.digamma(x)), jax.custom_jvp(lambda x: lax.lgamma(x))
+_digamma: Any = jax.custom_jvp(lambda x: lax.digamma(x))
+_lgamma: Any = jax.custom_jvp(lambda x: lax.lgamma(x))
 # JAX (0.10) takes the derivatives from its own zeta function.
 _digamma.defjvp(lambda primals, tangents: (_digamma(*primals), _polygamma(1, *primals) * tangents[0]))
 _lgamma.defjvp(lambda primals, tangents: (_lgamma(*primals), _digamma(*primals) * tangents[0]))

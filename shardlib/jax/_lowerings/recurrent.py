@@ -24,7 +24,8 @@ class _Weights:
     def __init__(self, listed: Sequence[Any], has_biases: bool) -> None:
         given = iter(listed)
         self.from_input, self.from_state = next(given), next(given)
-        self.bias, self.state_bias = (next(given), next(given)) if has_biases else (0, 0)
+        self.bias: Any = next(given) if has_biases else 0
+        self.state_bias: Any = next(given) if has_biases else 0
         self.projection = next(given, None)
 
 
@@ -71,6 +72,7 @@ def _recurrent(
     train: bool,
     bidirectional: bool,
     batch_first: bool,
+    *,
     key: Any,
 ) -> tuple[Any, ...]:
     directions = 2 if bidirectional else 1
@@ -95,19 +97,19 @@ def _recurrent(
 
 @lowering("aten::lstm.input", random=True)
 def _lstm(x: Any, hx: Sequence[Any], *args: Any, key: Any = None) -> tuple[Any, ...]:
-    return _recurrent(_lstm_cell, x, tuple(hx), *args, key)
+    return _recurrent(_lstm_cell, x, tuple(hx), *args, key=key)
 
 
 @lowering("aten::gru.input", random=True)
 def _gru(x: Any, hx: Any, *args: Any, key: Any = None) -> tuple[Any, ...]:
-    return _recurrent(_gru_cell, x, (hx,), *args, key)
+    return _recurrent(_gru_cell, x, (hx,), *args, key=key)
 
 
 @lowering("aten::rnn_tanh.input", random=True)
 def _rnn_tanh(x: Any, hx: Any, *args: Any, key: Any = None) -> tuple[Any, ...]:
-    return _recurrent(_plain_cell(jnp.tanh), x, (hx,), *args, key)
+    return _recurrent(_plain_cell(jnp.tanh), x, (hx,), *args, key=key)
 
 
 @lowering("aten::rnn_relu.input", random=True)
 def _rnn_relu(x: Any, hx: Any, *args: Any, key: Any = None) -> tuple[Any, ...]:
-    return _recurrent(_plain_cell(jax.nn.relu), x, (hx,), *args, key)
+    return _recurrent(_plain_cell(jax.nn.relu), x, (hx,), *args, key=key)
