@@ -123,6 +123,9 @@ CASES: list[Call] = [
     _call(aten.pow.Tensor_Scalar, IDS, 2),
     _call(aten.pow.Scalar, 2.0, X),
     _call(aten.pow.Tensor_Tensor, P, Y),
+    _call(aten.pow.Tensor_Tensor, TIED, TIED.T - 1),
+    _call(aten.nextafter.default, TIED, TIED.T),
+    _call(aten.hypot.default, TIED, TIED.T),
     _call(aten.div.Tensor_mode, X, Y, rounding_mode="floor"),
     _call(aten.div.Tensor_mode, IDS - 2, torch.tensor(2), rounding_mode="trunc"),
     _call(aten.floor_divide.default, IDS - 2, torch.tensor(2)),
@@ -165,6 +168,9 @@ CASES: list[Call] = [
     _call(aten.addcmul.default, X, Y, V, value=0.5),
     _call(aten.addcdiv.default, X, Y, P, value=0.5),
     _call(aten.clamp.default, X, -0.3, 0.4),
+    _call(aten.relu6.default, AT_BOUNDS.round() * 3),
+    _call(aten.polar.default, TIED, TIED),
+    _call(aten.angle.default, TIED - 1),
     *(_call(op, AT_BOUNDS, -0.3, 0.4) for op in (aten.clamp.default, aten.hardtanh.default)),
     _call(aten.clamp.Tensor, AT_BOUNDS, AT_BOUNDS[1], AT_BOUNDS[3:4]),
     _call(aten.clamp_min.default, AT_BOUNDS, -0.3),
@@ -513,6 +519,14 @@ CASES: list[Call] = [
         _call(aten.multilabel_margin_loss_forward.default, given, torch.tensor([[2, 0, -1], [1, -1, 2], [0, 1, 2]]), r)
         for given in (SQUARE, TIED)
         for r in (0, 1)
+    ),
+    _call(aten.binary_cross_entropy.default, P * 0.9, TIED[:, :1] / 2, V.abs()),
+    _call(
+        aten.binary_cross_entropy.default,
+        torch.tensor([0.0, 1.0, 0.0, 1.0]),
+        torch.tensor([0.0, 0.0, 1.0, 1.0]),
+        None,
+        0,
     ),
     _call(aten.kl_div.default, X, P),
     _call(aten.kl_div.default, X, Y, 2, log_target=True),

@@ -375,6 +375,25 @@ def _bce_with_logits(x: Any, target: Any, weight: Any = None, pos_weight: Any = 
     return _reduced(loss if weight is None else loss * weight, reduction)
 
 
+@lowering("aten::binary_cross_entropy.default")
+def _bce(x: Any, target: Any, weight: Any = None, reduction: int = 1) -> Any:
+    loss = _bce_of(*jnp.broadcast_arrays(x, target))
+    return _reduced(loss if weight is None else loss * weight, reduction)
+
+
+@jax.custom_jvp
+def _bce_of(x: Any, target: Any) -> Any:
+    """Return the loss of probabilities, whose logarithms are at least -100, with torch's finite gradient."""
+    return (target - 1) * jnp.maximum(jnp.log1p(-x), -100) - target * jnp.maximum(jnp.log(x), -100)
+
+
+@_bce_of.defjvp
+def _bce_of_jvp(primals: Any, tangents: Any) -> Any:
+    (x, target), (x_dot, target_dot) = primals, tangents
+    of_x = x_dot * (x - target) / jnp.maximum(x * (1 - x), 1e-12)
+    return _bce_of(x, target), of_x + target_dot * (jnp.log1p(-x) - jnp.log(x))
+
+
 @lowering("aten::kl_div.default")
 def _kl_div(x: Any, target: Any, reduction: int = 1, log_target: bool = False) -> Any:
     if log_target:

@@ -16,7 +16,7 @@ from jax.scipy import special
 
 from shardlib.errors import InputError
 from shardlib.jax._dtypes import as_dtype, promote, promoted
-from shardlib.jax._lowerings.gradients import absolute, with_gradient_of
+from shardlib.jax._lowerings.gradients import absolute, scale_gradient, with_gradient_of
 from shardlib.jax._table import lowering
 
 __all__: list[str] = []
@@ -26,7 +26,7 @@ _UNARY: dict[str, Callable[[Any], Any]] = {
     "acos": jnp.arccos,
     "acosh": jnp.arccosh,
     "alias": lambda x: x,
-    "angle": jnp.angle,
+    "angle": lambda x: _argument(x),
     "asin": jnp.arcsin,
     "asinh": jnp.arcsinh,
     "atan": jnp.arctan,
@@ -71,7 +71,7 @@ _UNARY: dict[str, Callable[[Any], Any]] = {
     "real": jnp.real,
     "reciprocal": lambda x: 1 / x,
     "relu": jax.nn.relu,
-    "relu6": lambda x: jnp.where(x < 0, 0, jnp.where(x > 6, 6, x)),
+    "relu6": lambda x: _between(x, 0, 6, flat_at_bounds=True),
     "round": jnp.round,
     "rsqrt": lax.rsqrt,
     "selu": jax.nn.selu,
@@ -89,7 +89,7 @@ _UNARY: dict[str, Callable[[Any], Any]] = {
     "special_i1": special.i1,
     "special_i1e": special.i1e,
     "special_log_ndtr": special.log_ndtr,
-    "special_ndtri": special.ndtri,
+    "special_ndtri": lambda x: _ndtri(x),
     "sqrt": jnp.sqrt,
     "square": jnp.square,
     "tan": jnp.tan,
@@ -133,7 +133,7 @@ _BINARY: dict[str, tuple[str, Callable[[Any, Any], Any]]] = {
     "floor_divide": ("default Scalar", jnp.floor_divide),
     "remainder": ("Tensor Scalar", jnp.remainder),
     "fmod": ("Tensor Scalar", jnp.fmod),
-    "pow": ("Tensor_Tensor Scalar", jnp.power),
+    "pow": ("Tensor_Tensor Scalar", lambda a, b: _power(*jnp.broadcast_arrays(a, b))),
     "bitwise_and": ("Tensor Scalar", jnp.bitwise_and),
     "bitwise_or": ("Tensor Scalar", jnp.bitwise_or),
     "bitwise_xor": ("Tensor Scalar", jnp.bitwise_xor),
@@ -145,7 +145,7 @@ _BINARY: dict[str, tuple[str, Callable[[Any, Any], Any]]] = {
     "logical_and": ("default", jnp.logical_and),
     "logical_or": ("default", jnp.logical_or),
     "logical_xor": ("default", jnp.logical_xor),
-    "hypot": ("default", jnp.hypot),
+    "hypot": ("default", lambda a, b: _hypot(*jnp.broadcast_arrays(a, b))),
     "atan2": ("default", lambda a, b: _angle(*jnp.broadcast_arrays(*_floats(a, b)))),
     "logaddexp": ("default", jnp.logaddexp),
     "gcd": ("default", jnp.gcd),
@@ -155,6 +155,39 @@ _BINARY: dict[str, tuple[str, Callable[[Any, Any], Any]]] = {
     "special_xlog1py": ("default other_scalar self_scalar", lambda a, b: _product_of_log(special.xlog1py, a, b, -1)),
     "xlogy": ("Tensor Scalar_Other Scalar_Self", lambda a, b: _product_of_log(special.xlogy, a, b, 0)),
 }
+
+
+@jax.custom_jvp
+def _power(a: Any, b: Any) -> Any:
+    """Return powers; at zero, whose logarithm is infinite, gradients are torch's."""
+    return jnp.power(a, b)
+
+
+@_power.defjvp
+def _power_jvp(primals: Any, tangents: Any) -> Any:
+    (a, b), (a_dot, b_dot) = primals, tangents
+    value, flat = _power(a, b), (a == 0) & (jnp.real(b) >= 0)
+    of_a = jnp.where(b == 0, 0, b * _power(a, jnp.where(b == 0, 1, b) - 1))
+    of_b = jnp.where(flat, 0, value * jnp.log(jnp.where(flat, 1, a)))
+    return value, a_dot * of_a + b_dot * of_b
+
+
+@jax.custom_jvp
+def _hypot(a: Any, b: Any) -> Any:
+    return jnp.hypot(a, b)
+
+
+@_hypot.defjvp
+def _hypot_jvp(primals: Any, tangents: Any) -> Any:
+    value = _hypot(*primals)
+    return value, (primals[0] * tangents[0] + primals[1] * tangents[1]) / value
+
+
+def _argument(x: Any) -> Any:
+    """Return the angle of complex numbers; of real ones pi or zero, also for minus zero."""
+    if jnp.iscomplexobj(x):
+        return jnp.angle(x)
+    return jnp.where(jnp.isnan(x), x, jnp.where(x < 0, jnp.asarray(jnp.pi, x.dtype), 0))
 
 
 def _angle(y: Any, x: Any) -> Any:
@@ -252,7 +285,8 @@ def _copysign(a: Any, b: Any) -> Any:
 def _nextafter(a: Any, b: Any) -> Any:
     """Return the next number towards `b`; `a` has the gradient."""
     a, b = _broadcast(*promote(a, b))
-    return with_gradient_of(jnp.nextafter(lax.stop_gradient(a), lax.stop_gradient(b)), a)
+    value = jnp.nextafter(lax.stop_gradient(a), lax.stop_gradient(b))
+    return with_gradient_of(value, jnp.where(a == b, lax.stop_gradient(a), a))
 
 
 @jax.custom_jvp
@@ -265,7 +299,8 @@ def _zeta(s: Any, q: Any) -> Any:
 
     total = lax.fori_loop(0, jnp.max(terms, initial=0).astype(jnp.int32), add, jnp.zeros_like(s + q))
     value = total + special.zeta(s, q + terms)
-    return jnp.where((q < 0) & (s != jnp.floor(s)), jnp.nan, value)
+    value = jnp.where((q < 0) & (s != jnp.floor(s)), jnp.nan, value)
+    return jnp.where((q <= 0) & (q == jnp.floor(q)), jnp.inf, value)
 
 
 @functools.partial(_zeta.defjvp, symbolic_zeros=True)
@@ -284,11 +319,9 @@ def _special_zeta(s: Any, q: Any) -> Any:
     return _zeta(*_broadcast(*_floats(s, q)))
 
 
-_digamma: Any = jax.custom_jvp(lambda x: lax.digamma(x))
+_ndtri: Any = jax.custom_jvp(special.ndtri)
+_digamma: Any = jax.custom_jvp(lambda x: jnp.where(x == 0, jnp.copysign(jnp.inf, -x), lax.digamma(x)))
 _lgamma: Any = jax.custom_jvp(lambda x: lax.lgamma(x))
-# JAX (0.10) takes the derivatives from its own zeta function.
-_digamma.defjvp(lambda primals, tangents: (_digamma(*primals), _polygamma(1, *primals) * tangents[0]))
-_lgamma.defjvp(lambda primals, tangents: (_lgamma(*primals), _digamma(*primals) * tangents[0]))
 
 
 @lowering("aten::polygamma.default", elementwise=True)
@@ -297,6 +330,14 @@ def _polygamma(n: int, x: Any) -> Any:
     if n == 0:
         return _digamma(x)
     return (-1) ** (n + 1) * math.factorial(n) * _zeta(jnp.full_like(x, n + 1), x)
+
+
+# JAX (0.10) has no slope of ndtri at zero and one, and takes those of the others from its own zeta function.
+_ndtri.defjvp(
+    lambda primals, tangents: (y := _ndtri(*primals), math.sqrt(2 * math.pi) * jnp.exp(y * y / 2) * tangents[0])
+)
+_digamma.defjvp(lambda primals, tangents: (_digamma(*primals), _polygamma(1, *primals) * tangents[0]))
+_lgamma.defjvp(lambda primals, tangents: (_lgamma(*primals), _digamma(*primals) * tangents[0]))
 
 
 @lowering("aten::frexp.Tensor", elementwise=True)
@@ -311,6 +352,8 @@ def _complex(real: Any, imag: Any) -> Any:
 
 @lowering("aten::polar.default", elementwise=True)
 def _polar(length: Any, angle: Any) -> Any:
+    """Return a complex number; a length of zero has no gradient, as in torch, where a length is positive."""
+    length = scale_gradient(length, jnp.sign(length))
     return lax.complex(*_broadcast(length * jnp.cos(angle), length * jnp.sin(angle)))
 
 
