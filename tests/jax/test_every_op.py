@@ -18,10 +18,10 @@ _OFTEN_USED = (
     "nn.functional.embedding_bag|",
     "nn.functional.glu|",
     "nn.functional.interpolate|bilinear",
+    "nn.functional.mse_loss|",
     "nn.functional.pixel_shuffle|",
     "scatter_reduce|amax",
     "std_mean|",
-    "type_as|",
     "vdot|",
 )
 _PARTS = 60  # of the database, each some seconds

@@ -133,7 +133,7 @@ _BINARY: dict[str, tuple[str, Callable[[Any, Any], Any]]] = {
     "floor_divide": ("default Scalar", jnp.floor_divide),
     "remainder": ("Tensor Scalar", jnp.remainder),
     "fmod": ("Tensor Scalar", jnp.fmod),
-    "pow": ("Tensor_Tensor Scalar", lambda a, b: _power(*jnp.broadcast_arrays(a, b))),
+    "pow": ("Tensor_Tensor Scalar", lambda a, b: _powers(a, b)),
     "bitwise_and": ("Tensor Scalar", jnp.bitwise_and),
     "bitwise_or": ("Tensor Scalar", jnp.bitwise_or),
     "bitwise_xor": ("Tensor Scalar", jnp.bitwise_xor),
@@ -145,7 +145,7 @@ _BINARY: dict[str, tuple[str, Callable[[Any, Any], Any]]] = {
     "logical_and": ("default", jnp.logical_and),
     "logical_or": ("default", jnp.logical_or),
     "logical_xor": ("default", jnp.logical_xor),
-    "hypot": ("default", lambda a, b: _hypot(*jnp.broadcast_arrays(a, b))),
+    "hypot": ("default", lambda a, b: _hypotenuses(a, b)),
     "atan2": ("default", lambda a, b: _angle(*jnp.broadcast_arrays(*_floats(a, b)))),
     "logaddexp": ("default", jnp.logaddexp),
     "gcd": ("default", jnp.gcd),
@@ -155,6 +155,10 @@ _BINARY: dict[str, tuple[str, Callable[[Any, Any], Any]]] = {
     "special_xlog1py": ("default other_scalar self_scalar", lambda a, b: _product_of_log(special.xlog1py, a, b, -1)),
     "xlogy": ("Tensor Scalar_Other Scalar_Self", lambda a, b: _product_of_log(special.xlogy, a, b, 0)),
 }
+
+
+def _powers(a: Any, b: Any) -> Any:
+    return _power(*jnp.broadcast_arrays(a, b))
 
 
 @jax.custom_jvp
@@ -170,6 +174,10 @@ def _power_jvp(primals: Any, tangents: Any) -> Any:
     of_a = jnp.where(b == 0, 0, b * _power(a, jnp.where(b == 0, 1, b) - 1))
     of_b = jnp.where(flat, 0, value * jnp.log(jnp.where(flat, 1, a)))
     return value, a_dot * of_a + b_dot * of_b
+
+
+def _hypotenuses(a: Any, b: Any) -> Any:
+    return _hypot(*jnp.broadcast_arrays(a, b))
 
 
 @jax.custom_jvp
