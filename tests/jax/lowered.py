@@ -205,6 +205,7 @@ CASES: list[Call] = [
     _call(aten.special_xlog1py.default, TIED, TIED),
     _call(aten.special_zeta.default, (P + 1.5).float(), P.float()),
     _call(aten.frexp.Tensor, X),
+    *(_call(aten.logit.default, given, eps) for given in (P * 0.8, TIED / 2) for eps in (None, 0.1)),
     *(_call(aten.round.decimals, X * 100, decimals=d) for d in (0, 2, -1)),
     _call(aten.complex.default, X, Y),
     _call(aten.polar.default, P, Y),

@@ -282,6 +282,23 @@ def _round(x: Any, decimals: int) -> Any:
     return jnp.round(x * ten) / ten if decimals >= 0 else jnp.round(x / ten) * ten
 
 
+@lowering("aten::logit.default", elementwise=True)
+def _logit(x: Any, eps: float | None = None) -> Any:
+    (x,) = _floats(x)
+    return _logit_of(x) if eps is None else _logit_of(_between(x, eps, 1 - eps, flat_at_bounds=False))
+
+
+@jax.custom_jvp
+def _logit_of(x: Any) -> Any:
+    return jnp.log(x / (1 - x))
+
+
+@_logit_of.defjvp
+def _logit_of_jvp(primals: Any, tangents: Any) -> Any:
+    (x,) = primals
+    return _logit_of(x), tangents[0] * jnp.where((x < 0) | (x > 1), jnp.nan, 1 / (x * (1 - x)))
+
+
 @lowering("aten::copysign.Tensor", "aten::copysign.Scalar", elementwise=True)
 def _copysign(a: Any, b: Any) -> Any:
     """Return `a` with the sign of `b`; the gradient at zero is zero."""
