@@ -174,6 +174,7 @@ CASES: list[Call] = [
     *(_call(op, AT_BOUNDS, -0.3, 0.4) for op in (aten.clamp.default, aten.hardtanh.default)),
     _call(aten.clamp.Tensor, AT_BOUNDS, AT_BOUNDS[1], AT_BOUNDS[3:4]),
     _call(aten.clamp_min.default, AT_BOUNDS, -0.3),
+    *(_call(op, TIED, TIED.T) for op in (aten.clamp_min.Tensor, aten.clamp_max.Tensor)),
     _call(aten.clamp_max.default, AT_BOUNDS, 0.4),
     *(
         _call(op, torch.tensor([-4.0, -3.0, 0.0, 3.0, 5.0]))
@@ -608,6 +609,7 @@ _CONSTANT: dict[str, tuple[int, ...]] = {
     "cross_entropy_loss": (2,),
     "nll_loss": (2,),
     "entropy_with_logits": (3,),
+    "binary_cross_entropy.default": (2,),
 }
 
 

@@ -468,6 +468,16 @@ def _clamp_max(x: Any, max: Any) -> Any:
     return _clamp(x, None, max)
 
 
+@lowering("aten::clamp_min.Tensor", elementwise=True)
+def _clamp_min_by_tensor(x: Any, min: Any) -> Any:
+    return _clamp_by_tensors(x, min, None)
+
+
+@lowering("aten::clamp_max.Tensor", elementwise=True)
+def _clamp_max_by_tensor(x: Any, max: Any) -> Any:
+    return _clamp_by_tensors(x, None, max)
+
+
 @lowering("aten::hardtanh.default", elementwise=True)
 def _hardtanh(x: Any, min_val: float = -1, max_val: float = 1) -> Any:
     return _between(x, min_val, max_val, flat_at_bounds=True)
