@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.export.graph_signature import InputKind, OutputKind
 
+from shardlib.engine._torch import Op, decomposition_of
 from shardlib.errors import InputError, PlanError, nearest
 from shardlib.jax._dtypes import refuse_narrowed
 from shardlib.jax._table import find_lowering, known_ops
@@ -59,13 +60,17 @@ class Graph:
 
 
 def _draws(node: torch.fx.Node) -> bool:
-    """Return whether a node draws random numbers: attention and dropout only do with a positive probability."""
+    """Return whether a node draws random numbers: attention and recurrent layers only do with a positive probability
+    of dropout."""
     found = find_lowering(node.target) if hasattr(node.target, "namespace") else None
     if found is None or not found.random:
         return False
     name = node.target.__name__  # type: ignore[union-attr]
     if name.startswith("scaled_dot_product"):
         return float(node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)) > 0  # type: ignore[arg-type]
+    if name.startswith(("lstm", "gru", "rnn_")):
+        dropout, train = node.args[5:7]
+        return bool(train) and float(dropout) > 0  # type: ignore[arg-type]
     return True
 
 
@@ -95,7 +100,41 @@ def _exported(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         program = torch.export.export(model, args, kwargs, strict=False)
         for node in program.graph.nodes:
             _mark(node)
-        return program.run_decompositions({})
+        return _decomposed(program.run_decompositions({}))
+
+
+def _decomposed(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
+    """Decompose ops without a lowering, and those that they come apart into, for as long as torch can.
+
+    Ops with a lowering stay whole: they keep torch's gradients, and dims that a mesh shards.
+    """
+    table: dict[Any, Callable[..., Any]] = {}
+    whole: set[Any] = set()
+    while found := {op: how for op in _missing(program) - table.keys() - whole if (how := decomposition_of(op))}:
+        done = _applied(program, table | found)
+        if done is None:
+            whole |= {op for op, how in found.items() if _applied(program, table | {op: how}) is None}
+            found = {op: how for op, how in found.items() if op not in whole}
+            done = _applied(program, table | found)
+        if done is None:  # each can be decomposed, and not all of them
+            return program
+        table |= found
+        program = done
+    return program
+
+
+def _applied(program: torch.export.ExportedProgram, table: Mapping[Any, Any]) -> torch.export.ExportedProgram | None:
+    """Return the program with ops decomposed, or None if torch cannot, or makes ops with effects of them."""
+    try:
+        done = program.run_decompositions(dict(table))
+    except Exception:
+        return None
+    return None if any(spec.kind is InputKind.TOKEN for spec in done.graph_signature.input_specs) else done
+
+
+def _missing(program: torch.export.ExportedProgram) -> set[Any]:
+    nodes = (node for node in program.graph.nodes if node.op == "call_function")
+    return {node.target for node in nodes if isinstance(node.target, Op) and _lowering_name(node) is not None}
 
 
 class Around(nn.Module):

@@ -11,6 +11,7 @@ import torch
 from jax import lax
 
 from shardlib.engine._torch import pytree
+from shardlib.errors import InputError
 from shardlib.jax import _fused
 from shardlib.jax._borders import Constraints
 from shardlib.jax._dtypes import as_dtype
@@ -79,6 +80,11 @@ def _computed_inside(
     args: Any = torch.fx.node.map_arg(node.args, read)
     kwargs: Any = torch.fx.node.map_arg(node.kwargs, read)
     if node.target is operator.getitem:
+        if args[0][args[1]] is None and node.users:
+            raise InputError(
+                f"The model reads result {args[1]} of {node.args[0]}, which is not computed on JAX: torch keeps it for "
+                "its own backward. Leave it out."
+            )
         return constraints.on_output(node, args[0][args[1]])
     known = find_lowering(node.target) if _is_op(node) else None
     if known is None:  # a check of the export itself; unknown ops were refused before

@@ -39,7 +39,18 @@ from shardlib.engine.ops._operands import in_order, redistributed, spec_like
 from shardlib.testing._pool import RankError, shared_pool
 from shardlib.testing._prove import cut
 
-__all__ = ["FORMS", "Finding", "Sample", "Verdict", "check_function", "check_op", "database", "placed", "samples_of"]
+__all__ = [
+    "FORMS",
+    "Finding",
+    "Sample",
+    "Verdict",
+    "check_function",
+    "check_op",
+    "database",
+    "placed",
+    "print_verdict",
+    "samples_of",
+]
 
 Placements = tuple[Placement, ...]
 
@@ -70,7 +81,10 @@ class Sample:
 
 @dataclass(frozen=True)
 class Finding:
-    """One way of placing a sample's inputs, and what came of it: "rule", "gather", "wrong" or "crashed"."""
+    """One way of placing a sample's inputs, and what came of it: "rule", "gather", "wrong" or "crashed".
+
+    On JAX, where nothing is placed: "right", "random" (shapes and dtypes are right), "refused", "wrong" or "crashed".
+    """
 
     kind: str
     placements: tuple[str, ...]
@@ -264,6 +278,9 @@ def _summand(tensor: torch.Tensor, mesh: DeviceMesh, axis: int) -> torch.Tensor:
 # --- the database of ops ------------------------------------------------------------------------------------------
 
 
+_KINDS = ("hung", "crashed", "wrong", "refused", "gather", "rule", "random", "right")  # the worst first
+
+
 @dataclass(frozen=True)
 class Verdict:
     """All findings about one op."""
@@ -274,7 +291,7 @@ class Verdict:
     @property
     def kind(self) -> str:
         kinds = {f.kind for f in self.findings}
-        return next((k for k in ("hung", "crashed", "wrong", "gather", "rule") if k in kinds), "no samples")
+        return next((k for k in _KINDS if k in kinds), "no samples")
 
 
 _UNFIT = (
@@ -293,8 +310,13 @@ def database(only: str | None = None) -> list[str]:
 FORMS = ("call", "in place", "view", "out")
 
 
-def samples_of(name: str, *, count: int = 6, form: str = "call", dtype: torch.dtype | None = None) -> list[Sample]:
-    """Return sample inputs of one op, in float64 where possible; none where the op has no such form or dtype."""
+def samples_of(
+    name: str, *, count: int = 6, form: str = "call", dtype: torch.dtype | None = None, unique: bool = False
+) -> list[Sample]:
+    """Return sample inputs of one op, in float64 where possible; none where the op has no such form or dtype.
+
+    With `unique`, what torch's tests compare: of eigenvectors, for instance, what no sign or phase changes.
+    """
     base, _, variant = name.partition("|")
     info = next(i for i in op_database() if i.name == base and i.variant_test_name == variant)
     fn = _formed(info, form)
@@ -306,7 +328,8 @@ def samples_of(name: str, *, count: int = 6, form: str = "call", dtype: torch.dt
     grad = form != "out" and info.supports_autograd and (dtype.is_floating_point or dtype.is_complex)
     made = info.sample_inputs("cpu", dtype, requires_grad=grad)
     picked = [s for s, _ in zip(made, range(4 * count), strict=False)]
-    samples = [Sample(fn, (s.input, *s.args), s.kwargs) for s in picked]
+    functions = [_Then(fn, s.output_process_fn_grad) if unique else fn for s in picked]
+    samples = [Sample(own, (s.input, *s.args), s.kwargs) for own, s in zip(functions, picked, strict=True)]
     usable = [s for s in samples if s.tensors and all(_plain(t) for t in s.tensors)]
     step = max(1, len(usable) // count)
     return usable[::step][:count]
@@ -366,6 +389,17 @@ class _Out:
         out = pytree.tree_map_only(torch.Tensor, torch.zeros_like, self.fn(*args, **kwargs))
         returned = self.fn(*args, out=out, **kwargs)
         return list(pytree.tree_leaves(out)), list(pytree.tree_leaves(returned))
+
+
+@dataclass(frozen=True)
+class _Then:
+    """A function after the op."""
+
+    fn: Callable[..., Any]
+    then: Callable[[Any], Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.then(self.fn(*args, **kwargs))
 
 
 _UNSET = ("empty", "new_empty")  # ops whose name begins so return whatever lay in memory
@@ -442,17 +476,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in database(options.only)[:: options.every]:
         verdict = check_op(name, shape, tries=options.tries, form=options.form, dtype=dtype)
         counts[verdict.kind] = counts.get(verdict.kind, 0) + 1
-        _print_verdict(verdict, options.show)
+        print_verdict(verdict, options.show)
     print(", ".join(f"{count} {kind}" for kind, count in sorted(counts.items())))
     return 1 if {"wrong", "crashed", "hung"} & counts.keys() else 0
 
 
-def _print_verdict(verdict: Verdict, show: int) -> None:
+def print_verdict(verdict: Verdict, show: int) -> None:
+    """Print a line about an op, and its first failures."""
     gathered = sorted({op for f in verdict.findings if f.kind == "gather" for op in f.detail.split(", ")})
-    rules = sum(f.kind == "rule" for f in verdict.findings)
-    print(f"{verdict.name.rstrip('|'):48} {verdict.kind:10} {rules}/{len(verdict.findings)} {' '.join(gathered)}")
-    for finding in [f for f in verdict.findings if f.kind in ("wrong", "crashed", "hung")][:show]:
-        print(f"    {finding.kind} at {finding.placements}: {finding.detail}")
+    good = sum(f.kind in ("rule", "right", "random") for f in verdict.findings)
+    print(f"{verdict.name.rstrip('|'):48} {verdict.kind:10} {good}/{len(verdict.findings)} {' '.join(gathered)}")
+    for finding in [f for f in verdict.findings if f.kind in ("wrong", "crashed", "hung", "refused")][:show]:
+        where = f" at {finding.placements}" if finding.placements else ""
+        print(f"    {finding.kind}{where}: {finding.detail}")
     sys.stdout.flush()
 
 

@@ -253,13 +253,41 @@ class Listed(nn.Module):
         return x + sum(x[0].tolist())
 
 
+class ManyOps(nn.Module):
+    """Ops that stay whole beside ops that torch decomposes, with and without gradients, in a layer that is split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.lstm = nn.Linear(4, 8), nn.LSTM(4, 8, 2, batch_first=True, bidirectional=True, proj_size=2)
+        self.bag = nn.EmbeddingBag(6, 4, mode="max")
+        self.gru = nn.GRU(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.up(x).view(4, 2, 4)
+        y, (state, _) = self.lstm(h)
+        ids = torch.tensor([[0, 2], [1, 1], [5, 0], [2, 3]])
+        with torch.no_grad():
+            scale = torch.cdist(y[:, 0], self.bag(ids))
+        near = torch.cdist(y[:, 0], self.bag(ids)) * scale
+        y = y.scatter_reduce(1, ids[:, :1, None].expand(-1, -1, 4) % 2, h[:, 1:], "amax")
+        image = nn.functional.pixel_shuffle(self.gru(y)[0].reshape(1, 4, 4, 2), 2)
+        first, second = torch.broadcast_tensors(near, x[:1])
+        product = torch.vdot(state.flatten(), image.flatten()[:32]) * nn.functional.mse_loss(first, second)
+        return torch.stack([first, second.type_as(first)]) * product
+
+
+@_check
+def _ops_that_torch_decomposes_stand_beside_ops_that_stay_whole() -> None:
+    _same(ManyOps(), "dp=2,tp=4", {"up": "colwise", "lstm": None, "bag": None, "gru": None}, _x(4, 4))
+
+
 class Unknown(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.PixelShuffle(2), nn.CTCLoss()
+        self.first = nn.PixelShuffle(2)  # which torch decomposes
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.linalg.det(self.first(x)[:, 0]) + torch.special.zeta(x[:, 0, 0, 0], x[:, 0, 0, 0])
+        return torch.special.airy_ai(self.first(x)) + torch.special.bessel_y0(x.sum())
 
 
 class Masked(nn.Module):

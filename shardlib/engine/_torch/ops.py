@@ -58,6 +58,11 @@ private(
     without="that subclass would ask itself without end",
 )
 private(
+    "torch._decomp.decomposition_table",
+    why="to compute ops on JAX that only torch's formulas in other ops are known of",
+    without="the JAX engine would refuse most of torch's ops",
+)
+private(
     "torch.backends.__allow_nonbracketed_mutation",
     why="to import torch's samples of ops, which forbids a process to set flags such as torch.backends.cudnn.benchmark",
     without="a process that has checked an op cannot set such a flag any more",
@@ -74,6 +79,7 @@ __all__ = [
     "clamp_all",
     "collective_name",
     "copy_all",
+    "decomposition_of",
     "flop_formulas",
     "is_composite",
     "is_view",
@@ -172,6 +178,14 @@ def call_below_subclass(func: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     """Call a function of tensors as if they were of no subclass of `torch.Tensor`."""
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
+
+
+def decomposition_of(op: Op) -> Callable[..., Any] | None:
+    """Return torch's function that computes an op by other ops, or None."""
+    from torch._decomp import decomposition_table  # takes a second
+
+    default = torch.export.default_decompositions()
+    return default[op] if op in default else decomposition_table.get(op)
 
 
 @functools.cache

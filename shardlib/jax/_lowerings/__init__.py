@@ -2,6 +2,32 @@
 
 from __future__ import annotations
 
-from shardlib.jax._lowerings import attention, create, index, matmul, nets, norms, pointwise, random, reduce, views
+from shardlib.jax._lowerings import (
+    attention,
+    create,
+    index,
+    linalg,
+    matmul,
+    nets,
+    norms,
+    pointwise,
+    random,
+    recurrent,
+    reduce,
+    views,
+)
 
-__all__ = ["attention", "create", "index", "matmul", "nets", "norms", "pointwise", "random", "reduce", "views"]
+__all__ = [
+    "attention",
+    "create",
+    "index",
+    "linalg",
+    "matmul",
+    "nets",
+    "norms",
+    "pointwise",
+    "random",
+    "recurrent",
+    "reduce",
+    "views",
+]

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
+from shardlib.jax._lowerings.gradients import absolute, tangent_of
+from shardlib.jax._lowerings.reduce import p_norm
 from shardlib.jax._table import lowering
 
 __all__: list[str] = []
@@ -38,6 +42,37 @@ def _baddbmm(x: Any, a: Any, b: Any, *, beta: float = 1, alpha: float = 1) -> An
 
 def _scaled(x: Any, factor: float) -> Any:
     return x if factor == 1 else x * jnp.asarray(factor, x.dtype)
+
+
+@lowering("aten::addbmm.default")
+def _addbmm(x: Any, a: Any, b: Any, *, beta: float = 1, alpha: float = 1) -> Any:
+    product = _scaled(jnp.einsum("bij,bjk->ik", a, b), alpha)
+    return product if beta == 0 else _scaled(x, beta) + product
+
+
+@lowering("aten::vdot.default")
+def _vdot(a: Any, b: Any) -> Any:
+    return jnp.vdot(a, b)
+
+
+@lowering("aten::_cdist_forward.default")
+def _cdist(a: Any, b: Any, p: float, compute_mode: int | None = None) -> Any:
+    return distances(a[..., :, None, :] - b[..., None, :, :], p)
+
+
+@lowering("aten::_pdist_forward.default")
+def _pdist(x: Any, p: float = 2) -> Any:
+    rows, columns = np.triu_indices(x.shape[0], 1)
+    return distances(x[rows] - x[columns], p)
+
+
+def distances(difference: Any, p: float) -> Any:
+    """Return the p-norm of the last dim."""
+    if not math.isinf(p):
+        return p_norm(difference, p, -1)
+    size = absolute(difference)  # each of several largest has the whole gradient
+    largest = lax.stop_gradient(jnp.max(size, axis=-1, initial=0))
+    return largest + jnp.sum(jnp.where(size == largest[..., None], tangent_of(size), 0), axis=-1)
 
 
 @lowering("aten::outer.default", "aten::ger.default")

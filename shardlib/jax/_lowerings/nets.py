@@ -12,6 +12,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from shardlib.jax._lowerings.gradients import absolute
+from shardlib.jax._lowerings.index import put_at
 from shardlib.jax._table import lowering
 
 __all__: list[str] = []
@@ -22,7 +24,7 @@ _CHOICE = PartitionSpec.UNCONSTRAINED  # the partitioner's
 # --- convolutions ---------------------------------------------------------------------------------------------------
 
 
-def _each(value: int | Sequence[int], count: int) -> tuple[int, ...]:
+def _each(value: Any, count: int) -> tuple[int, ...]:
     """Return one number per dim; a single number stands for all."""
     values = (value,) if isinstance(value, int) else tuple(value)
     return values * count if len(values) == 1 else values
@@ -195,36 +197,70 @@ def _max_pool(
     kernel = _each(kernel, dims)
     low = -jnp.inf if jnp.issubdtype(x.dtype, jnp.floating) else np.iinfo(x.dtype).min
     start = np.asarray(low, x.dtype)
-    if any(d != 1 for d in _each(dilation, dims)):
-        return _dilated_max(
-            x, start, kernel, _each(stride or kernel, dims), _each(padding, dims), _each(dilation, dims), ceil_mode
-        )
+    if any(d != 1 for d in _each(dilation, dims)):  # which JAX (0.10) does not differentiate
+        return _max_pool_with_indices(x, kernel, stride, padding, dilation, ceil_mode)[0]
     return _pooled(
         x, start, lax.max, kernel, _each(stride or kernel, dims), _each(padding, dims), _each(dilation, dims), ceil_mode
     )
 
 
-def _dilated_max(x: Any, start: Any, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool) -> Any:
-    """Compute dilated max pooling, which JAX (0.10) does not differentiate, from one slice per window element."""
-    dims = len(kernel)
-    sizes = x.shape[-dims:]
-    pairs = [_windows(*each, ceil_mode) for each in zip(sizes, kernel, stride, padding, dilation, strict=True)]
-    x = lax.pad(x, jnp.asarray(start, x.dtype), [(0, 0, 0)] * (x.ndim - dims) + [(a, b, 0) for a, b in pairs])
-    outs = [
-        (n - d * (k - 1) - 1) // s + 1 for n, k, s, d in zip(x.shape[-dims:], kernel, stride, dilation, strict=True)
-    ]
-    slices = []
-    for index in np.ndindex(*kernel):
-        firsts = [p * d for p, d in zip(index, dilation, strict=True)]
-        at = (slice(f, f + (n - 1) * s + 1, s) for f, n, s in zip(firsts, outs, stride, strict=True))
-        slices.append(x[(..., *at)])
-    stacked = jnp.stack(slices)
-    return jnp.take_along_axis(stacked, jnp.argmax(stacked, axis=0, keepdims=True), axis=0)[0]
-
-
 def _dims_of(x: Any, kernel: Any) -> int:
     """Return the number of pooled dims, which follow batch and channels."""
     return x.ndim - 2 if isinstance(kernel, int) or len(kernel) == 1 else len(kernel)
+
+
+@lowering(*(f"aten::max_pool{n}d_with_indices.default" for n in (1, 2, 3)))
+def _max_pool_with_indices(
+    x: Any, kernel: Any, stride: Any = (), padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False
+) -> tuple[Any, Any]:
+    dims = _dims_of(x, kernel)
+    kernel, padding, dilation = (_each(value, dims) for value in (kernel, padding, dilation))
+    stride = _each(stride or kernel, dims)
+    positions = []
+    for size, k, s, p, d in zip(x.shape[-dims:], kernel, stride, padding, dilation, strict=True):
+        before, after = _windows(size, k, s, p, d, ceil_mode)
+        outs = (size + before + after - d * (k - 1) - 1) // s + 1
+        positions.append(np.arange(outs)[:, None] * s - p + np.arange(k) * d)
+    return _largest_in_windows(x, positions)
+
+
+@lowering(*(f"aten::adaptive_max_pool{n}d.default" for n in (1, 2, 3)))
+def _adaptive_max_pool(x: Any, output_size: Any) -> tuple[Any, Any]:
+    sizes = (output_size,) if isinstance(output_size, int) else tuple(output_size)
+    positions = []
+    for ins, outs in zip(x.shape[-len(sizes) :], sizes, strict=True):
+        starts = np.arange(outs) * ins // outs
+        stops = -(-(np.arange(outs) + 1) * ins // outs)
+        at = starts[:, None] + np.arange(max(stops - starts, default=1))
+        positions.append(np.where(at < stops[:, None], at, -1))
+    return _largest_in_windows(x, positions)
+
+
+def _largest_in_windows(x: Any, positions: Sequence[Any]) -> tuple[Any, Any]:
+    """Return the first maximum of each window, and its index in the pooled dims, flat.
+
+    Args:
+        x: an array whose last dims are pooled.
+        positions: for each of them the positions in each window, `(windows, positions)`; outside of the array is none.
+    """
+    dims, sizes = len(positions), x.shape[-len(positions) :]
+    outer = x.ndim - dims
+    inside: Any = True
+    flat: Any = 0
+    for d, (at, size) in enumerate(zip(positions, sizes, strict=True)):
+        axis = outer + 2 * d
+        x = jnp.take(x, jnp.clip(at, 0, size - 1).reshape(-1), axis=axis)
+        x = x.reshape(*x.shape[:axis], *at.shape, *x.shape[axis + 1 :])
+        own = at.reshape([n for e in range(dims) for n in (at.shape if e == d else (1, 1))])
+        inside, flat = inside & (own >= 0) & (own < size), flat * size + own
+    order = [*range(0, 2 * dims, 2), *range(1, 2 * dims, 2)]
+    outs = x.shape[outer::2]
+    rows = jnp.transpose(x, [*range(outer), *(outer + d for d in order)]).reshape(*x.shape[:outer], *outs, -1)
+    inside, flat = (jnp.transpose(jnp.asarray(t), order).reshape(*outs, -1) for t in (inside, flat))
+    low = -jnp.inf if jnp.issubdtype(x.dtype, jnp.floating) else np.iinfo(x.dtype).min
+    chosen = jnp.argmax(jnp.where(inside, lax.stop_gradient(rows), low), axis=-1, keepdims=True)
+    values = jnp.take_along_axis(rows, chosen, axis=-1)[..., 0]
+    return values, jnp.take_along_axis(jnp.broadcast_to(flat, rows.shape), chosen, axis=-1)[..., 0]
 
 
 @lowering(*(f"aten::avg_pool{n}d.default" for n in (1, 2, 3)))
@@ -273,6 +309,38 @@ def _averages(ins: int, outs: int) -> np.ndarray:
         start, stop = i * ins // outs, -(-(i + 1) * ins // outs)
         matrix[start:stop, i] = 1 / (stop - start)
     return matrix
+
+
+@lowering("aten::max_unpool2d.default", "aten::max_unpool3d.default")
+def _max_unpool(x: Any, indices: Any, output_size: Sequence[int], *_windows: Any) -> Any:
+    """Put elements where indices of the flat pooled dims say."""
+    dims = len(output_size)
+    flat, at = (t.reshape(-1, math.prod(x.shape[-dims:])) for t in (x, indices))
+    zeros = jnp.zeros((flat.shape[0], math.prod(output_size)), x.dtype)
+    y = put_at(zeros, (jnp.arange(flat.shape[0])[:, None], at), flat)
+    return y.reshape(*x.shape[:-dims], *output_size)
+
+
+@lowering("aten::fractional_max_pool2d.default", "aten::fractional_max_pool3d.default")
+def _fractional_max_pool(x: Any, kernel: Any, output_size: Any, samples: Any) -> tuple[Any, Any]:
+    """Pool windows whose starts are drawn for each channel (torch's sequence, of Graham, arXiv:1412.6071)."""
+    dims = len(kernel)
+    samples = samples[..., ::-1] if dims == 2 else samples  # in two dims, torch draws the width's first
+
+    def of_channel(plane: Any, drawn: Any) -> tuple[Any, Any]:
+        return _largest_in_windows(plane, [starts(plane, drawn, d) for d in range(dims)])
+
+    def starts(plane: Any, drawn: Any, d: int) -> Any:
+        ins, outs, size = plane.shape[d], output_size[d], kernel[d]
+        alpha = (ins - size) / max(outs - 1, 1)
+        begins = jnp.floor((jnp.arange(outs) + drawn[d]) * alpha).astype(jnp.int32)
+        begins = (begins - jnp.floor(drawn[d] * alpha).astype(jnp.int32)).at[-1].set(ins - size)
+        return begins[:, None] + jnp.arange(size)
+
+    planes = x.reshape(-1, *x.shape[-dims:])
+    values, indices = jax.vmap(of_channel)(planes, samples.reshape(-1, dims))
+    outer = x.shape[:-dims]
+    return values.reshape(*outer, *values.shape[1:]), indices.reshape(*outer, *indices.shape[1:])
 
 
 # --- losses ---------------------------------------------------------------------------------------------------------
@@ -343,12 +411,12 @@ def _mse_loss(x: Any, target: Any, reduction: int = 1) -> Any:
 
 @lowering("aten::l1_loss.default")
 def _l1_loss(x: Any, target: Any, reduction: int = 1) -> Any:
-    return _reduced(jnp.abs(x - target), reduction)
+    return _reduced(absolute(x - target), reduction)
 
 
 @lowering("aten::smooth_l1_loss.default")
 def _smooth_l1_loss(x: Any, target: Any, reduction: int = 1, beta: float = 1.0) -> Any:
-    far = jnp.abs(x - target)
+    far = absolute(x - target)
     if beta == 0:
         return _reduced(far, reduction)
     return _reduced(jnp.where(far < beta, 0.5 * jnp.square(x - target) / beta, far - 0.5 * beta), reduction)
@@ -356,7 +424,7 @@ def _smooth_l1_loss(x: Any, target: Any, reduction: int = 1, beta: float = 1.0) 
 
 @lowering("aten::huber_loss.default")
 def _huber_loss(x: Any, target: Any, reduction: int = 1, delta: float = 1.0) -> Any:
-    far = jnp.abs(x - target)
+    far = absolute(x - target)
     return _reduced(jnp.where(far <= delta, 0.5 * jnp.square(x - target), delta * (far - 0.5 * delta)), reduction)
 
 
@@ -367,9 +435,43 @@ def _bce_with_logits(x: Any, target: Any, weight: Any = None, pos_weight: Any = 
     return _reduced(loss if weight is None else loss * weight, reduction)
 
 
+@lowering("aten::binary_cross_entropy.default")
+def _bce(x: Any, target: Any, weight: Any = None, reduction: int = 1) -> Any:
+    loss = _bce_of(*jnp.broadcast_arrays(x, target))
+    return _reduced(loss if weight is None else loss * weight, reduction)
+
+
+@jax.custom_jvp
+def _bce_of(x: Any, target: Any) -> Any:
+    """Return the loss of probabilities, whose logarithms are at least -100, with torch's finite gradient."""
+    return (target - 1) * jnp.maximum(jnp.log1p(-x), -100) - target * jnp.maximum(jnp.log(x), -100)
+
+
+@_bce_of.defjvp
+def _bce_of_jvp(primals: Any, tangents: Any) -> Any:
+    (x, target), (x_dot, target_dot) = primals, tangents
+    of_x = x_dot * (x - target) / jnp.maximum(x * (1 - x), 1e-12)
+    return _bce_of(x, target), of_x + target_dot * (jnp.log1p(-x) - jnp.log(x))
+
+
 @lowering("aten::kl_div.default")
 def _kl_div(x: Any, target: Any, reduction: int = 1, log_target: bool = False) -> Any:
     if log_target:
         return _reduced(jnp.exp(target) * (target - x), reduction)
     positive = target > 0
     return _reduced(jnp.where(positive, target * (jnp.log(jnp.where(positive, target, 1)) - x), 0), reduction)
+
+
+@lowering("aten::multilabel_margin_loss_forward.default")
+def _multilabel_margin_loss(x: Any, target: Any, reduction: int = 1) -> tuple[Any, Any]:
+    """Return the loss, flat at the margin, and which classes are targets; targets end at the first -1."""
+    shape = target.shape
+    x, target = (t.reshape(-1, t.shape[-1]) if t.ndim else t.reshape(1, 1) for t in (x, target))
+    valid = jnp.cumsum(target < 0, axis=1) == 0
+    own = jnp.take_along_axis(x, jnp.where(valid, target, 0), axis=1)
+    classes = jnp.arange(x.shape[1])
+    is_target = jnp.any((target[..., None] == classes) & valid[..., None], axis=1)
+    missed = jax.nn.relu(1 - own[:, :, None] + x[:, None, :])
+    loss = jnp.sum(jnp.where(valid[:, :, None] & ~is_target[:, None, :], missed, 0), axis=(1, 2)) / x.shape[1]
+    loss = loss if len(shape) > 1 else loss[0]
+    return _reduced(loss, reduction), is_target.reshape(shape).astype(x.dtype)

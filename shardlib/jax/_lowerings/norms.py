@@ -29,7 +29,8 @@ def _layer_norm(
 def _native_layer_norm(x: Any, shape: Sequence[int], weight: Any, bias: Any, eps: float) -> Any:
     axes = tuple(range(-len(shape), 0))
     y, mean, rstd = _standardised(_wide(x), axes, eps)
-    return _affine(y, weight, bias).astype(x.dtype), mean, rstd
+    # The statistics have no gradient of their own.
+    return _affine(y, weight, bias).astype(x.dtype), lax.stop_gradient(mean), lax.stop_gradient(rstd)
 
 
 def _standardised(x: Any, axes: tuple[int, ...], eps: float) -> tuple[Any, Any, Any]:
@@ -55,9 +56,17 @@ def _rms_norm(x: Any, shape: Sequence[int], weight: Any = None, eps: float | Non
 def _group_norm(
     x: Any, groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5, cudnn_enabled: bool = True
 ) -> Any:
-    grouped = _wide(x).reshape(x.shape[0], groups, -1)
-    y, _, _ = _standardised(grouped, (-1,), eps)
-    return _affine(y.reshape(x.shape), *(_by_channel(t, x.ndim) for t in (weight, bias))).astype(x.dtype)
+    return _native_group_norm(x, weight, bias, x.shape[0], x.shape[1], 0, groups, eps)[0]
+
+
+@lowering("aten::native_group_norm.default")
+def _native_group_norm(
+    x: Any, weight: Any, bias: Any, count: int, channels: int, size: int, groups: int, eps: float
+) -> tuple[Any, Any, Any]:
+    grouped = _wide(x).reshape(count, groups, channels // groups * math.prod(x.shape[2:]))
+    y, mean, rstd = _standardised(grouped, (-1,), eps)
+    y = _affine(y.reshape(x.shape), *(_by_channel(t, x.ndim) for t in (weight, bias))).astype(x.dtype)
+    return y, mean[..., 0], rstd[..., 0]
 
 
 def _by_channel(t: Any, ndim: int) -> Any:
@@ -78,6 +87,14 @@ def _batch_norm_functional(
         (1 - momentum) * old + momentum * lax.stop_gradient(now) for old, now in ((mean, batch_mean), (var, unbiased))
     ]
     return y, saved_mean, rstd, *new
+
+
+@lowering("aten::_batch_norm_with_update_functional.default")
+def _batch_norm_with_update(
+    x: Any, weight: Any, bias: Any, mean: Any, var: Any, momentum: float, eps: float
+) -> tuple[Any, ...]:
+    y, saved_mean, rstd, *new = _batch_norm_functional(x, weight, bias, mean, var, True, momentum, eps)
+    return y, saved_mean, rstd, jnp.zeros(0, jnp.uint8), *new
 
 
 def _batch_norm(x: Any, weight: Any, bias: Any, mean: Any, var: Any, training: bool, eps: float) -> tuple[Any, ...]:

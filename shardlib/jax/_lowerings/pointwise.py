@@ -11,26 +11,38 @@ import jax
 import jax.numpy as jnp
 import torch
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
+from jax.scipy import special
 
+from shardlib.errors import InputError
 from shardlib.jax._dtypes import as_dtype, promote, promoted
+from shardlib.jax._lowerings.gradients import absolute, scale_gradient, with_gradient_of
 from shardlib.jax._table import lowering
 
 __all__: list[str] = []
 
 _UNARY: dict[str, Callable[[Any], Any]] = {
-    "abs": jnp.abs,
+    "abs": absolute,
     "acos": jnp.arccos,
+    "acosh": jnp.arccosh,
     "alias": lambda x: x,
+    "angle": lambda x: _argument(x),
     "asin": jnp.arcsin,
+    "asinh": jnp.arcsinh,
     "atan": jnp.arctan,
+    "atanh": jnp.arctanh,
     "bitwise_not": jnp.bitwise_not,
     "ceil": jnp.ceil,
     "conj": jnp.conj,
+    "conj_physical": jnp.conj,
+    "_conj_physical": jnp.conj,
+    "_conj": jnp.conj,
     "cos": jnp.cos,
     "cosh": jnp.cosh,
     "deg2rad": jnp.deg2rad,
     "detach": lax.stop_gradient,
     "detach_copy": lax.stop_gradient,
+    "digamma": lambda x: _digamma(x),
     "erf": lax.erf,
     "erfc": lax.erfc,
     "erfinv": lax.erf_inv,
@@ -38,12 +50,14 @@ _UNARY: dict[str, Callable[[Any], Any]] = {
     "exp2": jnp.exp2,
     "expm1": jnp.expm1,
     "floor": jnp.floor,
+    "_neg_view": jnp.negative,
     "frac": lambda x: x - jnp.trunc(x),
+    "i0": lambda x: jnp.exp(absolute(x)) * special.i0e(x),
     "imag": jnp.imag,
     "isfinite": jnp.isfinite,
     "isinf": jnp.isinf,
     "isnan": jnp.isnan,
-    "lgamma": lax.lgamma,
+    "lgamma": lambda x: _lgamma(x),
     "log": jnp.log,
     "log10": jnp.log10,
     "log1p": jnp.log1p,
@@ -57,7 +71,7 @@ _UNARY: dict[str, Callable[[Any], Any]] = {
     "real": jnp.real,
     "reciprocal": lambda x: 1 / x,
     "relu": jax.nn.relu,
-    "relu6": lambda x: jnp.where(x < 0, 0, jnp.where(x > 6, 6, x)),
+    "relu6": lambda x: _between(x, 0, 6, flat_at_bounds=True),
     "round": jnp.round,
     "rsqrt": lax.rsqrt,
     "selu": jax.nn.selu,
@@ -67,7 +81,15 @@ _UNARY: dict[str, Callable[[Any], Any]] = {
     "signbit": jnp.signbit,
     "silu": jax.nn.silu,
     "sin": jnp.sin,
+    "sinc": jnp.sinc,
     "sinh": jnp.sinh,
+    "special_entr": special.entr,
+    "special_erfcx": special.erfcx,
+    "special_i0e": special.i0e,
+    "special_i1": special.i1,
+    "special_i1e": special.i1e,
+    "special_log_ndtr": special.log_ndtr,
+    "special_ndtri": lambda x: _ndtri(x),
     "sqrt": jnp.sqrt,
     "square": jnp.square,
     "tan": jnp.tan,
@@ -76,6 +98,7 @@ _UNARY: dict[str, Callable[[Any], Any]] = {
 }
 # Whole numbers that are not asked to stay whole become the default float.
 _WHOLE = {"abs", "alias", "bitwise_not", "ceil", "conj", "detach", "detach_copy", "floor", "imag", "isfinite", "isinf"}
+_WHOLE |= {"_conj", "_conj_physical", "_neg_view", "conj_physical"}
 _WHOLE |= {"isnan", "logical_not", "neg", "positive", "real", "relu", "relu6", "round", "sgn", "sign", "signbit"}
 _WHOLE |= {"square", "trunc"}
 
@@ -105,12 +128,12 @@ _BINARY: dict[str, tuple[str, Callable[[Any, Any], Any]]] = {
     "minimum": ("default", jnp.minimum),
     "max": ("other", jnp.maximum),
     "min": ("other", jnp.minimum),
-    "fmax": ("default", jnp.fmax),
-    "fmin": ("default", jnp.fmin),
+    "fmax": ("default", lambda a, b: jnp.where((a >= b) | jnp.isnan(b), a, b)),  # of equals the first has the gradient
+    "fmin": ("default", lambda a, b: jnp.where((a <= b) | jnp.isnan(b), a, b)),
     "floor_divide": ("default Scalar", jnp.floor_divide),
     "remainder": ("Tensor Scalar", jnp.remainder),
     "fmod": ("Tensor Scalar", jnp.fmod),
-    "pow": ("Tensor_Tensor Scalar", jnp.power),
+    "pow": ("Tensor_Tensor Scalar", lambda a, b: _powers(a, b)),
     "bitwise_and": ("Tensor Scalar", jnp.bitwise_and),
     "bitwise_or": ("Tensor Scalar", jnp.bitwise_or),
     "bitwise_xor": ("Tensor Scalar", jnp.bitwise_xor),
@@ -122,10 +145,69 @@ _BINARY: dict[str, tuple[str, Callable[[Any, Any], Any]]] = {
     "logical_and": ("default", jnp.logical_and),
     "logical_or": ("default", jnp.logical_or),
     "logical_xor": ("default", jnp.logical_xor),
-    "hypot": ("default", jnp.hypot),
-    "atan2": ("default", lambda a, b: jnp.arctan2(*_floats(a, b))),
+    "hypot": ("default", lambda a, b: _hypotenuses(a, b)),
+    "atan2": ("default", lambda a, b: _angle(*jnp.broadcast_arrays(*_floats(a, b)))),
     "logaddexp": ("default", jnp.logaddexp),
+    "gcd": ("default", jnp.gcd),
+    "igamma": ("default", special.gammainc),
+    "igammac": ("default", special.gammaincc),
+    "lcm": ("default", jnp.lcm),
+    "special_xlog1py": ("default other_scalar self_scalar", lambda a, b: _product_of_log(special.xlog1py, a, b, -1)),
+    "xlogy": ("Tensor Scalar_Other Scalar_Self", lambda a, b: _product_of_log(special.xlogy, a, b, 0)),
 }
+
+
+def _powers(a: Any, b: Any) -> Any:
+    return _power(*jnp.broadcast_arrays(a, b))
+
+
+@jax.custom_jvp
+def _power(a: Any, b: Any) -> Any:
+    """Return powers; at zero, whose logarithm is infinite, gradients are torch's."""
+    return jnp.power(a, b)
+
+
+@_power.defjvp
+def _power_jvp(primals: Any, tangents: Any) -> Any:
+    (a, b), (a_dot, b_dot) = primals, tangents
+    value, flat = _power(a, b), (a == 0) & (jnp.real(b) >= 0)
+    of_a = jnp.where(b == 0, 0, b * _power(a, jnp.where(b == 0, 1, b) - 1))
+    of_b = jnp.where(flat, 0, value * jnp.log(jnp.where(flat, 1, a)))
+    return value, a_dot * of_a + b_dot * of_b
+
+
+def _hypotenuses(a: Any, b: Any) -> Any:
+    return _hypot(*jnp.broadcast_arrays(a, b))
+
+
+@jax.custom_jvp
+def _hypot(a: Any, b: Any) -> Any:
+    return jnp.hypot(a, b)
+
+
+@_hypot.defjvp
+def _hypot_jvp(primals: Any, tangents: Any) -> Any:
+    value = _hypot(*primals)
+    return value, (primals[0] * tangents[0] + primals[1] * tangents[1]) / value
+
+
+def _argument(x: Any) -> Any:
+    """Return the angle of complex numbers; of real ones pi or zero, also for minus zero."""
+    if jnp.iscomplexobj(x):
+        return jnp.angle(x)
+    return jnp.where(jnp.isnan(x), x, jnp.where(x < 0, jnp.asarray(jnp.pi, x.dtype), 0))
+
+
+def _angle(y: Any, x: Any) -> Any:
+    """Return `atan2(y, x)`, without a gradient at the origin."""
+    origin = (y == 0) & (x == 0)
+    return jnp.arctan2(*(jnp.where(origin, lax.stop_gradient(each), each) for each in (y, x)))
+
+
+def _product_of_log(function: Callable[[Any, Any], Any], a: Any, b: Any, pole: float) -> Any:
+    """Return `a log(b)`, or of `1 + b`. Where that is zero times infinity, `a` has no gradient."""
+    a, b = _floats(a, b)
+    return function(jnp.where((a == 0) & (b <= pole), lax.stop_gradient(a), a), b)
 
 
 def _floats(*operands: Any) -> list[Any]:
@@ -193,6 +275,123 @@ def _pow(x: Any, exponent: float) -> Any:
     return jnp.sqrt(x) if exponent == 0.5 else jnp.power(x, exponent)
 
 
+@lowering("aten::round.decimals", elementwise=True)
+def _round(x: Any, decimals: int) -> Any:
+    """Round to decimals, by torch's formula, which multiplies and divides by whole numbers only."""
+    ten = 10 ** abs(decimals)
+    return jnp.round(x * ten) / ten if decimals >= 0 else jnp.round(x / ten) * ten
+
+
+@lowering("aten::logit.default", elementwise=True)
+def _logit(x: Any, eps: float | None = None) -> Any:
+    (x,) = _floats(x)
+    return _logit_of(x) if eps is None else _logit_of(_between(x, eps, 1 - eps, flat_at_bounds=False))
+
+
+@jax.custom_jvp
+def _logit_of(x: Any) -> Any:
+    return jnp.log(x / (1 - x))
+
+
+@_logit_of.defjvp
+def _logit_of_jvp(primals: Any, tangents: Any) -> Any:
+    (x,) = primals
+    return _logit_of(x), tangents[0] * jnp.where((x < 0) | (x > 1), jnp.nan, 1 / (x * (1 - x)))
+
+
+@lowering("aten::copysign.Tensor", "aten::copysign.Scalar", elementwise=True)
+def _copysign(a: Any, b: Any) -> Any:
+    """Return `a` with the sign of `b`; the gradient at zero is zero."""
+    a, b = _floats(a, b)
+    return jnp.copysign(jnp.where(a == 0, lax.stop_gradient(a), a), b)
+
+
+@lowering("aten::nextafter.default", elementwise=True)
+def _nextafter(a: Any, b: Any) -> Any:
+    """Return the next number towards `b`; `a` has the gradient."""
+    a, b = _broadcast(*promote(a, b))
+    value = jnp.nextafter(lax.stop_gradient(a), lax.stop_gradient(b))
+    return with_gradient_of(value, jnp.where(a == b, lax.stop_gradient(a), a))
+
+
+@jax.custom_jvp
+def _zeta(s: Any, q: Any) -> Any:
+    """Compute Hurwitz's zeta function; JAX's (0.10) is wrong for negative `q`, whose terms are summed here."""
+    terms = jnp.where(q < 0, jnp.ceil(-q), 0)
+
+    def add(k: Any, total: Any) -> Any:
+        return total + jnp.where(k < terms, (q + k) ** -s, 0)
+
+    total = lax.fori_loop(0, jnp.max(terms, initial=0).astype(jnp.int32), add, jnp.zeros_like(s + q))
+    value = total + special.zeta(s, q + terms)
+    value = jnp.where((q < 0) & (s != jnp.floor(s)), jnp.nan, value)
+    return jnp.where((q <= 0) & (q == jnp.floor(q)), jnp.inf, value)
+
+
+@functools.partial(_zeta.defjvp, symbolic_zeros=True)
+def _zeta_jvp(primals: Any, tangents: Any) -> Any:
+    (s, q), (s_dot, q_dot) = primals, tangents
+    if not isinstance(s_dot, SymbolicZero):
+        raise InputError("zeta() has no derivative by its first argument, in torch neither. Call .detach() on it.")
+    value = _zeta(s, q)
+    return value, jnp.zeros_like(value) if isinstance(q_dot, SymbolicZero) else -s * _zeta(s + 1, q) * q_dot
+
+
+@lowering(
+    "aten::special_zeta.default", "aten::special_zeta.other_scalar", "aten::special_zeta.self_scalar", elementwise=True
+)
+def _special_zeta(s: Any, q: Any) -> Any:
+    return _zeta(*_broadcast(*_floats(s, q)))
+
+
+_ndtri: Any = jax.custom_jvp(special.ndtri)
+_digamma: Any = jax.custom_jvp(lambda x: jnp.where(x == 0, jnp.copysign(jnp.inf, -x), lax.digamma(x)))
+_lgamma: Any = jax.custom_jvp(lambda x: lax.lgamma(x))
+
+
+@lowering("aten::polygamma.default", elementwise=True)
+def _polygamma(n: int, x: Any) -> Any:
+    (x,) = _floats(x)
+    if n == 0:
+        return _digamma(x)
+    return (-1) ** (n + 1) * math.factorial(n) * _zeta(jnp.full_like(x, n + 1), x)
+
+
+# JAX (0.10) has no slope of ndtri at zero and one, and takes those of the others from its own zeta function.
+_ndtri.defjvp(
+    lambda primals, tangents: (y := _ndtri(*primals), math.sqrt(2 * math.pi) * jnp.exp(y * y / 2) * tangents[0])
+)
+_digamma.defjvp(lambda primals, tangents: (_digamma(*primals), _polygamma(1, *primals) * tangents[0]))
+_lgamma.defjvp(lambda primals, tangents: (_lgamma(*primals), _digamma(*primals) * tangents[0]))
+
+
+@lowering("aten::frexp.Tensor", elementwise=True)
+def _frexp(x: Any) -> Any:
+    return jnp.frexp(x)
+
+
+@lowering("aten::complex.default", elementwise=True)
+def _complex(real: Any, imag: Any) -> Any:
+    return lax.complex(*_broadcast(real, imag))
+
+
+@lowering("aten::polar.default", elementwise=True)
+def _polar(length: Any, angle: Any) -> Any:
+    """Return a complex number; a length of zero has no gradient, as in torch, where a length is positive."""
+    length = scale_gradient(length, jnp.sign(length))
+    return lax.complex(*_broadcast(length * jnp.cos(angle), length * jnp.sin(angle)))
+
+
+@lowering("aten::view_as_complex.default")
+def _view_as_complex(x: Any) -> Any:
+    return lax.complex(x[..., 0], x[..., 1])
+
+
+@lowering("aten::view_as_real.default")
+def _view_as_real(x: Any) -> Any:
+    return jnp.stack([x.real, x.imag], axis=-1)
+
+
 @lowering(
     "aten::where.self", "aten::where.ScalarOther", "aten::where.ScalarSelf", "aten::where.Scalar", elementwise=True
 )
@@ -231,6 +430,8 @@ def _clamp(x: Any, min: Any = None, max: Any = None) -> Any:
 def _clamp_by_tensors(x: Any, min: Any = None, max: Any = None) -> Any:
     dtype = promoted(x, *(bound for bound in (min, max) if bound is not None))
     if _slope_at_a_bound(tensor=True) == 1:
+        if min is not None and max is not None:  # bounds that are equal leave the lower one without a gradient
+            min = jnp.where(min == max, lax.stop_gradient(min), min)
         return _between(x.astype(dtype), min, max, flat_at_bounds=False)
     # JAX halves the gradient between equals, as torch does from 2.14 on.
     x = x.astype(dtype) if min is None else jnp.maximum(x, min)
@@ -265,6 +466,16 @@ def _clamp_min(x: Any, min: Any) -> Any:
 @lowering("aten::clamp_max.default", elementwise=True)
 def _clamp_max(x: Any, max: Any) -> Any:
     return _clamp(x, None, max)
+
+
+@lowering("aten::clamp_min.Tensor", elementwise=True)
+def _clamp_min_by_tensor(x: Any, min: Any) -> Any:
+    return _clamp_by_tensors(x, min, None)
+
+
+@lowering("aten::clamp_max.Tensor", elementwise=True)
+def _clamp_max_by_tensor(x: Any, max: Any) -> Any:
+    return _clamp_by_tensors(x, None, max)
 
 
 @lowering("aten::hardtanh.default", elementwise=True)

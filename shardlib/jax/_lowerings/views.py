@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from shardlib.errors import InputError
-from shardlib.jax._dtypes import promote
+from shardlib.jax._dtypes import as_dtype, promote
 from shardlib.jax._table import lowering
 
-__all__ = ["concrete"]
+__all__ = ["concrete", "on_rows"]
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def concrete(shape: Sequence[int], count: int) -> tuple[int, ...]:
@@ -26,6 +30,19 @@ def concrete(shape: Sequence[int], count: int) -> tuple[int, ...]:
     return tuple(count // known if size == -1 else size for size in shape)
 
 
+def on_rows(function: F) -> F:
+    """Let a function along a dim take a tensor without dims as a row of one element."""
+
+    @functools.wraps(function)
+    def run(x: Any, *args: Any, **kwargs: Any) -> Any:
+        if x.ndim:
+            return function(x, *args, **kwargs)
+        result = function(x.reshape(1), *args, **kwargs)
+        return tuple(each.reshape(()) for each in result) if isinstance(result, tuple) else result.reshape(())
+
+    return run  # type: ignore[return-value]
+
+
 @lowering("aten::view.default", "aten::_unsafe_view.default", "aten::reshape.default")
 def _view(x: Any, shape: Sequence[int]) -> Any:
     return x.reshape(concrete(shape, x.size))
@@ -34,7 +51,7 @@ def _view(x: Any, shape: Sequence[int]) -> Any:
 @lowering("aten::flatten.using_ints")
 def _flatten(x: Any, start_dim: int = 0, end_dim: int = -1) -> Any:
     first, last = start_dim % max(x.ndim, 1), end_dim % max(x.ndim, 1)
-    return x.reshape(*x.shape[:first], -1, *x.shape[last + 1 :])
+    return x.reshape(*x.shape[:first], math.prod(x.shape[first : last + 1]), *x.shape[last + 1 :])
 
 
 @lowering("aten::unflatten.int")
@@ -178,6 +195,12 @@ def _select_scatter(x: Any, source: Any, dim: int, index: int) -> Any:
     return x.at[(*[slice(None)] * (dim % x.ndim), index)].set(source.astype(x.dtype))
 
 
+@lowering("aten::diagonal_scatter.default")
+def _diagonal_scatter(x: Any, source: Any, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any:
+    own = jnp.diagonal(jnp.arange(x.size).reshape(x.shape), offset, dim1, dim2)
+    return x.reshape(-1).at[own].set(source.astype(x.dtype)).reshape(x.shape)
+
+
 @lowering("aten::flip.default")
 def _flip(x: Any, dims: Sequence[int]) -> Any:
     return jnp.flip(x, tuple(dims))
@@ -205,6 +228,8 @@ def _diagonal(x: Any, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any:
 
 @lowering("aten::unfold.default")
 def _unfold(x: Any, dim: int, size: int, step: int) -> Any:
+    if not x.ndim:
+        return x.reshape(1)[:size]
     dim %= x.ndim
     starts = jnp.arange(0, x.shape[dim] - size + 1, step)
     windows = jnp.take(x, starts[:, None] + jnp.arange(size), axis=dim)
@@ -218,7 +243,9 @@ _PADS = {"reflect": "reflect", "replicate": "edge", "circular": "wrap"}
 def _pad(x: Any, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Any:
     if mode == "constant":
         return _constant_pad(x, pad, value or 0)
-    return jnp.pad(x, _widths(x, pad), mode=_PADS[mode])
+    widths = _widths(x, pad)
+    padded = jnp.pad(x, [(max(low, 0), max(high, 0)) for low, high in widths], mode=_PADS[mode])
+    return lax.pad(padded, jnp.zeros((), x.dtype), [(min(low, 0), min(high, 0), 0) for low, high in widths])
 
 
 @lowering("aten::constant_pad_nd.default")
@@ -236,4 +263,12 @@ def _widths(x: Any, pad: Sequence[int]) -> list[tuple[int, int]]:
 
 @lowering("aten::view.dtype")
 def _view_dtype(x: Any, dtype: Any) -> Any:
-    raise InputError(f"A tensor is viewed as {dtype}, bit by bit, which has no gradient and no lowering. Use .to().")
+    """View the bits as another dtype, without a gradient; the last dim grows or shrinks with the size of numbers."""
+    own, new = x.dtype, as_dtype(dtype)
+    if np.bool_ in (own, new) or any(jnp.issubdtype(each, jnp.complexfloating) for each in (own, new)):
+        raise InputError(f"A tensor of {own} is viewed as {dtype}, bit by bit, for which JAX has no op. Use .to().")
+    x = lax.stop_gradient(x)
+    if own.itemsize < new.itemsize:
+        x = x.reshape(*x.shape[:-1], -1, new.itemsize // own.itemsize)
+    y = lax.bitcast_convert_type(x, new)
+    return y.reshape(*y.shape[:-2], -1) if own.itemsize > new.itemsize else y
