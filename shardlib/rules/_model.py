@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["Leaf", "ModelIndex", "folded", "is_layer", "nbytes", "readable_bytes", "summary"]
+__all__ = ["Leaf", "ModelIndex", "called", "folded", "is_layer", "nbytes", "readable_bytes", "summary"]
 
 Kind = Literal["parameter", "buffer"]
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
@@ -101,6 +101,15 @@ def is_layer(module: Any, *names: str) -> bool:
 @cache
 def _is_layer(kind: Any, names: tuple[str, ...]) -> bool:
     return any(cls.__name__ in names and cls.__module__.startswith("torch.nn.") for cls in kind.__mro__)
+
+
+def called(module: Any) -> str:
+    """Return what an error calls a module: its class, or what it is if it is no module.
+
+    >>> called(TreeNode())
+    'a tree of arrays'
+    """
+    return "a tree of arrays" if isinstance(module, TreeNode) else type(module).__qualname__
 
 
 def folded(name: str) -> str:
