@@ -98,16 +98,19 @@ def _is_searched(layout_map: Any) -> bool:
 def _regex(key: str, keys: Sequence[str], *, searched: bool) -> str:
     """Return the regular expression of the paths whose layout Keras takes from a key, over names with dots.
 
-    A path that is itself a key has the layout of that key, whatever other keys match.
+    A path that is itself a key has the layout of that key, whatever other keys match. A key with a dot is never taken
+    for a path: names have dots where paths have slashes.
     """
     try:
         compiled = re.compile(key)
     except re.error as fault:
         raise RuleError(f'Key "{key}" of the layout map is not a regular expression: {fault}. Correct it.') from None
     found = compiled.search if searched else compiled.fullmatch
-    others = "".join(rf"(?!{_dotted(re.escape(each))}\Z)" for each in keys if each != key and found(each))
+    others = "".join(
+        rf"(?!{_dotted(re.escape(each))}\Z)" for each in keys if each != key and "." not in each and found(each)
+    )
     body = f".*(?:{_dotted(key)}).*" if searched else f"(?:{_dotted(key)})" if others else _dotted(key)
-    return others + body if found(key) else f"{_dotted(re.escape(key))}|{others}{body}"
+    return others + body if "." in key or found(key) else f"{_dotted(re.escape(key))}|{others}{body}"
 
 
 def _dotted(key: str) -> str:
