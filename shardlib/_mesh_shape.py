@@ -18,7 +18,7 @@ from shardlib.errors import MeshError, nearest
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["AxisKind", "MeshLike", "MeshShape", "listed", "order_of", "rank_groups", "register_axis"]
+__all__ = ["AxisKind", "MeshLike", "MeshShape", "kind_of", "listed", "order_of", "rank_groups", "register_axis"]
 
 AxisKind = Literal["data", "model", "expert", "pipeline", "overlay"]
 
@@ -96,6 +96,15 @@ def register_axis(name: str, *, kind: AxisKind) -> Callable[[RankGroups], RankGr
         return groups
 
     return register
+
+
+def kind_of(name: str) -> AxisKind | None:
+    """Return the registered kind of an axis, or None.
+
+    >>> kind_of("tp"), kind_of("never_registered")
+    ('model', None)
+    """
+    return _KINDS.get(name)
 
 
 def rank_groups(name: str, shape: MeshShape) -> list[list[int]]:

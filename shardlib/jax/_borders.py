@@ -88,7 +88,7 @@ class Constraints:
     def split_along(self, value: Any, *entries: Any) -> Any:
         """Constrain the first dims by an entry each: axes, None, or UNCONSTRAINED. No dim after them is sharded."""
         spec = PartitionSpec(*entries, *[None] * (value.ndim - len(entries)))
-        return lax.with_sharding_constraint(value, NamedSharding(self.mesh, spec))
+        return constrained(value, NamedSharding(self.mesh, spec))
 
     def by_rows(self, function: Callable[..., Any], value: Any, other: Any, channels: Any) -> Any:
         """Return `function(value, other)`, each row of which depends on the same row of `value`, and on all of `other`.

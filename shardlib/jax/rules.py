@@ -16,8 +16,10 @@ from shardlib._dtypes import name_of
 from shardlib._mesh_shape import MeshShape
 from shardlib._plan import Phase, Plan, Row, RulesLike, Transform, make_plan
 from shardlib.errors import InputError, PlanError
+from shardlib.jax._context import constrained
 from shardlib.jax._mesh import named_sharding
 from shardlib.layout import Layout
+from shardlib.rules.specs import check_even
 from shardlib.rules.trees import Tree
 
 __all__ = ["cast", "plan", "refuse_settings", "shard_params", "shardings"]
@@ -105,7 +107,7 @@ def cast(tree: Any, mesh: Mesh, rules: Plan) -> Any:
 
     def computed(leaf: Any, row: Row) -> Any:
         dtype = leaf.dtype if row.compute.dtype is None else name_of(row.compute.dtype)
-        return jax.lax.with_sharding_constraint(leaf.astype(dtype), _sharding(row, rules.mesh, mesh, "compute"))
+        return constrained(leaf.astype(dtype), _sharding(row, rules.mesh, mesh, "compute"))
 
     return _mapped(tree, rules, mesh, computed, otherwise=lambda leaf: leaf)
 
@@ -194,11 +196,7 @@ def _row_of(name: str, shape: tuple[int, ...], rows: Mapping[str, Row]) -> Row |
 
 def _sharding(row: Row, shape: MeshShape, mesh: Mesh, phase: Phase) -> NamedSharding:
     layout = row.layouts.get(phase, row.stored).resolve(row.global_shape, shape)
-    if uneven := layout.uneven_dims(row.global_shape, shape):
-        raise InputError(
-            f'"{row.name}" of global shape {row.global_shape} with layout "{layout}" on mesh "{shape}" has uneven '
-            f"shards in dim {uneven[0]}, and JAX has only even ones. Pad it, or shard another dim."
-        )
+    check_even(row.name, row.global_shape, layout, shape)
     return named_sharding(layout, mesh)
 
 

@@ -11,9 +11,10 @@ from shardlib.errors import LayoutError, RuleError
 from shardlib.layout import Dim, Factor, Layout
 from shardlib.layout._fit import settle
 from shardlib.rules._match import Entry
-from shardlib.rules._model import ModelIndex, summary
+from shardlib.rules._model import ModelIndex, called, summary
 from shardlib.rules._placed import border_of_placements, by_axis, placed_dims, unsplit
 from shardlib.rules._sizes import SizeFinder
+from shardlib.rules._tree_node import TreeNode
 from shardlib.rules._values import Cut, Role, Text
 from shardlib.rules.dims import ModuleDims, dims_of
 
@@ -236,11 +237,15 @@ class LayoutMaker:
         return self._made[key]
 
     def _unknown_module(self, entry: Entry, name: str, shapes: Mapping[str, tuple[int, ...]]) -> RuleError:
-        kind = type(self.index.modules[name])
+        module = self.index.modules[name]
+        register = (
+            "with their dims in a text"
+            if isinstance(module, TreeNode)
+            else f"or tell once with shardlib.rules.register_dims({called(module)}, {_example(shapes)})"
+        )
         return RuleError(
-            f'Rule {entry} names module "{name}" ({kind.__qualname__}), and what the dims of its tensors mean is not '
-            f"known: {summary(shapes)}. Name the parameters in the rule instead, or tell once with "
-            f"shardlib.rules.register_dims({kind.__qualname__}, {_example(shapes)})."
+            f'Rule {entry} names module "{name}" ({called(module)}), and what the dims of its tensors mean is not '
+            f"known: {summary(shapes)}. Name the parameters in the rule instead, {register}."
         )
 
     def _unknown_tensor(self, entry: Entry, name: str, shape: tuple[int, ...]) -> RuleError:

@@ -68,6 +68,8 @@ class Matcher:
         pattern = compile_pattern(entry.key)
         former = self._named_before(pattern)
         tensors = _in_order(self._tensors.select(pattern), [name for name in former if name in self.index.leaf])
+        if pattern.tensors_only:
+            return Match(tuple(tensors))
         found = _in_order(self._modules.select(pattern), [name for name in former if name in self.index.modules])
         modules = tuple(name for name in found if self.index.own[name])
         containers = tuple(name for name in found if not self.index.own[name])
@@ -115,6 +117,8 @@ def border_key(key: str) -> tuple[str | Pattern, Side] | None:
     >>> border_key("blocks.*.output"), border_key("^input"), border_key("mlp.up")
     (('blocks.*', 'output'), ('^', 'input'), None)
     """
+    if compile_pattern(key).tensors_only:
+        return None
     for side in get_args(Side):
         if key == f"^{side}":
             return "^", side

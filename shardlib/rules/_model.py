@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["Leaf", "ModelIndex", "folded", "is_layer", "nbytes", "readable_bytes", "summary"]
+__all__ = ["Leaf", "ModelIndex", "called", "folded", "is_layer", "nbytes", "readable_bytes", "summary"]
 
 Kind = Literal["parameter", "buffer"]
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
@@ -52,11 +52,6 @@ class ModelIndex:
         for name, module in self.modules.items():
             self._first.setdefault(id(module), name)
         self.leaves = self._read_leaves()
-
-    @property
-    def kind(self) -> str:
-        """What the model is called in a message."""
-        return "the tree" if isinstance(self.model, TreeNode) else type(self.model).__qualname__
 
     def module_name(self, module: nn.Module) -> str:
         return self._first[id(module)]
@@ -106,6 +101,15 @@ def is_layer(module: Any, *names: str) -> bool:
 @cache
 def _is_layer(kind: Any, names: tuple[str, ...]) -> bool:
     return any(cls.__name__ in names and cls.__module__.startswith("torch.nn.") for cls in kind.__mro__)
+
+
+def called(module: Any) -> str:
+    """Return what an error calls a module: its class, or what it is if it is no module.
+
+    >>> called(TreeNode())
+    'a tree of arrays'
+    """
+    return "a tree of arrays" if isinstance(module, TreeNode) else type(module).__qualname__
 
 
 def folded(name: str) -> str:

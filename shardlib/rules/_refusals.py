@@ -8,7 +8,7 @@ from shardlib._mesh_shape import MeshShape
 from shardlib.errors import RuleError, nearest
 from shardlib.rules._claims import Claim
 from shardlib.rules._match import Entry, Match, Matcher, border_key
-from shardlib.rules._model import ModelIndex, readable_bytes, summary
+from shardlib.rules._model import ModelIndex, called, readable_bytes, summary
 from shardlib.rules._resolution import Border, TensorLayout
 
 __all__ = ["axis_refused", "conflicting_borders", "conflicting_layouts", "match_refused", "no_activations", "unmatched"]
@@ -90,7 +90,7 @@ def _only_containers(entry: Entry, container: str, index: ModelIndex) -> RuleErr
     shapes = {name: shape for name, shape in _shapes(index).items() if name.startswith(inside)}
     within = f"; inside it are {summary(shapes)}" if shapes else ""
     return RuleError(
-        f'Rule {entry} names module "{container}" ({type(index.modules[container]).__qualname__}), which has no '
+        f'Rule {entry} names module "{container}" ({called(index.modules[container])}), which has no '
         f'parameters of its own{within}. Name what is inside; "{entry.key}.**" names all of it.'
     )
 
@@ -98,14 +98,14 @@ def _only_containers(entry: Entry, container: str, index: ModelIndex) -> RuleErr
 def _matches_nothing(entry: Entry, index: ModelIndex) -> RuleError:
     sides = " A key that ends in .input or .output names an activation of a module." if border_key(entry.key) else ""
     return RuleError(
-        f"Rule {entry} matches nothing in {index.kind}, which has "
+        f"Rule {entry} matches nothing in {called(index.model)}, which has "
         f"{summary(_shapes(index))}.{sides} Correct the pattern, remove the rule, or list it in "
         f"optional=(...).{_nearest(entry.key, index)}"
     )
 
 
 def _nearest(key: str, index: ModelIndex) -> str:
-    if key.startswith("re:"):
+    if key.startswith(("re:", "tensor re:")):
         return ""
     border = border_key(key)
     base, side = (str(border[0]), f".{border[1]}") if border else (key, "")

@@ -11,7 +11,7 @@ from shardlib._mesh_shape import MeshShape
 from shardlib.errors import RuleError, nearest, printable
 from shardlib.rules._claims import axes_named
 from shardlib.rules._match import Entry, border_key
-from shardlib.rules._model import readable_bytes
+from shardlib.rules._model import called, readable_bytes
 from shardlib.rules._resolution import Border, Resolution, Side, TensorLayout
 from shardlib.rules._resolve import Resolver
 from shardlib.rules._rule_set import RuleSet
@@ -116,7 +116,7 @@ def _about(resolver: Resolver, resolution: Resolution, name: str, mesh: MeshShap
         borders = [border for (module, _), border in resolution.borders.items() if module == canonical]
         yield from map(_about_border, borders)
         if not index.own[name] and not borders:
-            kind = type(index.modules[name]).__qualname__
+            kind = called(index.modules[name])
             yield f'module "{name}" ({kind}) has no tensors of its own, and no rule names its activations'
     elif (key := _border_named(name)) and key[0] in index.modules:
         border = resolution.borders.get(key)
@@ -124,7 +124,7 @@ def _about(resolver: Resolver, resolution: Resolution, name: str, mesh: MeshShap
     else:
         known = (*index.leaf, *index.modules)
         raise RuleError(
-            f'"{name}" is not a parameter, buffer or module of {index.kind}, which has '
+            f'"{name}" is not a parameter, buffer or module of {called(index.model)}, which has '
             f"{len(index.leaf)} tensors in {len(index.modules)} modules. Give a full name.{nearest(name, known)}"
         )
 
@@ -165,8 +165,13 @@ def _by_name(rules: RuleSet, name: str) -> Iterator[str]:
             yield f"  rule {entry} names this activation"
         elif entry.section == "params" and compile_pattern(entry.key).matches(name):
             yield f"  rule {entry} names it"
-        elif entry.section == "params" and compile_pattern(entry.key).matches(module):
+        elif entry.section == "params" and _names_module(entry.key, module):
             yield f'  rule {entry} names its module "{module}"'
+
+
+def _names_module(key: str, module: str) -> bool:
+    pattern = compile_pattern(key)
+    return not pattern.tensors_only and pattern.matches(module)
 
 
 def _matches_border(entry: Entry, name: str) -> bool:

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from shardlib._mesh_shape import MeshLike, MeshShape
+from shardlib._mesh_shape import AxisKind, MeshLike, MeshShape
 from shardlib.errors import RuleError
-from shardlib.rules import _report, logical, toml
+from shardlib.rules import _report, logical, maxtext, specs, toml
 from shardlib.rules._modes import changes_of, check_keys
 from shardlib.rules._resolution import Resolution
 from shardlib.rules._resolve import Resolver
 from shardlib.rules._rule_set import RuleSet
 from shardlib.rules.stages import StagesLike
 from shardlib.rules.tensor_modes import registered_tensor_modes, tensor_mode
+from shardlib.rules.trees import Tree
 
 if TYPE_CHECKING:
     from torch import nn
@@ -153,6 +154,129 @@ class Rules(RuleSet):
         """
         return logical.write_logical_axes(self.resolve(model, mesh))
 
+    @classmethod
+    def from_maxtext(
+        cls,
+        config: str | Path | Mapping[str, Any] | Sequence[Any],
+        names: Any,
+        mesh: MeshLike,
+        *,
+        kinds: Mapping[str, AxisKind] | None = None,
+    ) -> Rules:
+        """Convert the `logical_axis_rules` of a configuration of MaxText, for the parameters that `names` lists.
+
+        They are read as by `from_logical_axes`. Axes that the mesh does not have are left out afterwards, as MaxText
+        leaves out axes of size one.
+
+        Args:
+            config: the path of a YAML file, whose `base_config` is read too, or its content; or several, which are
+                merged as MaxText merges base.yml with a model's file: a later file replaces the pairs of its names, or
+                all of them with `override_logical_axis_rules`.
+            names: a tree of logical names, as for `from_logical_axes`.
+            mesh: the mesh, with all or some of the configuration's `mesh_axes`.
+            kinds: the kinds of mesh axes that are not registered. Those of MaxText's files are known.
+
+        Raises:
+            RuleError: as `from_logical_axes`; a pair gives a parameter an axis that is not in `mesh_axes`, or the mesh
+                has such an axis; a configuration without rules.
+
+        >>> config = {"mesh_axes": ["fsdp", "tensor"], "logical_axis_rules": [["embed", ["fsdp"]], ["mlp", "tensor"]]}
+        >>> Rules.from_maxtext(config, {"wi": ("embed", "mlp")}, "fsdp=4")
+        Rules({"^wi": "embed@fsdp mlp"})
+        """
+        return cls(maxtext.read_maxtext(config, names, mesh, kinds))
+
+    @classmethod
+    def from_keras_layout_map(
+        cls,
+        layout_map: Any,
+        *,
+        kinds: Mapping[str, AxisKind] | None = None,
+        unmatched: Literal["error", "replicate"] = "error",
+    ) -> Rules:
+        """Convert a `keras.distribution.LayoutMap`, such as KerasHub's `Backbone.get_layout_map(device_mesh)`.
+
+        Names are paths of variables with dots for slashes; give a tree `{variable.path: variable.value}`. A path that
+        is a key has its layout. Otherwise keys are regular expressions, which match as they do in the version of Keras
+        that made the map: the whole path, or in former versions a part of it. Keras refuses two keys that match one
+        path; rules do if their layouts differ.
+
+        Args:
+            layout_map: the layout map. It may have no mesh.
+            kinds: the kinds of mesh axes that are not registered, as in `{"rows": "data"}`; "batch" is known.
+            unmatched: the treatment of variables that no key matches, which Keras replicates.
+
+        Raises:
+            RuleError: an axis of no known kind, or twice in one layout; a key that is no regular expression.
+
+        >>> import keras  # doctest: +SKIP
+        >>> layout_map = keras.distribution.LayoutMap(None)  # doctest: +SKIP
+        >>> layout_map[".*dense.*kernel"] = (None, "model")  # doctest: +SKIP
+        >>> Rules.from_keras_layout_map(layout_map, unmatched="replicate")  # doctest: +SKIP
+        Rules({"tensor re:.*dense.*kernel": "_ _@model ..."}, unmatched='replicate')
+        """
+        return cls(specs.read_keras_layout_map(layout_map, kinds), unmatched=unmatched)
+
+    def to_keras_layout_map(self, variables: Any, device_mesh: Any) -> Any:
+        """Return a `keras.distribution.LayoutMap` with a key for each variable.
+
+        Args:
+            variables: the variables of a Keras model, or a mapping from their paths to arrays.
+            device_mesh: a `keras.distribution.DeviceMesh`.
+
+        Raises:
+            RuleError: as `resolve`; two axes in one dim, which Keras cannot write.
+            InputError: a dim that its axes do not divide.
+
+        >>> layout_map = Rules({"up": "colwise"}).to_keras_layout_map(model.variables, mesh)  # doctest: +SKIP
+        >>> keras.distribution.ModelParallel(layout_map=layout_map, batch_dim_name="dp")  # doctest: +SKIP
+        """
+        tree = specs.structs_of_keras(variables)
+        return specs.write_keras_layout_map(self.resolve(tree, specs.mesh_of_keras(device_mesh)), tree, device_mesh)
+
+    @classmethod
+    def from_partition_specs(
+        cls,
+        given: Any,
+        *,
+        kinds: Mapping[str, AxisKind] | None = None,
+        unmatched: Literal["error", "replicate"] = "error",
+    ) -> Rules:
+        """Convert `PartitionSpec`s by name: a mapping from patterns, or a tree of the parameters' structure.
+
+        Args:
+            given: a mapping from names or patterns of rules to specs, with dots or slashes; or a tree of specs, as
+                `nnx.get_partition_spec` and `nn.get_partition_spec` make them. A spec is a `PartitionSpec`, the one of
+                a `NamedSharding`, a tuple, or None to replicate. Dims beyond its end are not split.
+            kinds: the kinds of mesh axes that are not registered, as in `{"x": "data", "y": "model"}`.
+            unmatched: the treatment of parameters that have no spec.
+
+        Raises:
+            RuleError: a leaf that is no spec, or leaves a dim to the compiler; an axis of no known kind, or twice in
+                one spec.
+
+        >>> Rules.from_partition_specs({"layers.*.wq.weight": ("fsdp", "tp"), "norm.weight": None})
+        Rules({"layers.*.wq.weight": "_@fsdp _@tp ...", "norm.weight": "..."})
+        """
+        return cls(specs.read_partition_specs(given, kinds), unmatched=unmatched)
+
+    def to_partition_specs(self, tree: Any, mesh: MeshLike) -> Any:
+        """Return a tree of `PartitionSpec`s for a tree of arrays; the inverse of `from_partition_specs`.
+
+        No device is needed. `shardlib.jax.shardings` gives `NamedSharding`s, also for gradients and optimizer state.
+
+        Raises:
+            RuleError: as `resolve`.
+            InputError: a dim that its axes do not divide.
+            LayoutError: a sharded factor of a fused dim, which no spec can say.
+
+        >>> tree = {"up": {"kernel": jax.ShapeDtypeStruct((4, 8), "float32")}}  # doctest: +SKIP
+        >>> Rules({"up": "colwise"}).to_partition_specs(tree, "tp=2")  # doctest: +SKIP
+        {'up': {'kernel': P(None, 'tp')}}
+        """
+        read = Tree.of(tree)
+        return specs.write_partition_specs(read, self.resolve(read.root, mesh))
+
     def with_stages(self, stages: StagesLike) -> Rules:
         """Return the same rules with other stages, as for those of a layout file.
 
@@ -194,10 +318,10 @@ class Rules(RuleSet):
             )
         return mode.rules(self)
 
-    def resolve(self, model: nn.Module, mesh: MeshLike) -> Resolution:
+    def resolve(self, model: nn.Module | Any, mesh: MeshLike) -> Resolution:
         """Resolve a layout for every parameter and buffer of a model, and for the activations that need one.
 
-        Pure: no process group and no device; the model may be on `meta`.
+        Pure: no process group and no device; the model may be on `meta`, or a tree of arrays of JAX.
 
         Raises:
             RuleError: a rule matches nothing, two rules disagree, a parameter has no rule, an axis is unknown or used

@@ -8,7 +8,7 @@ from operator import attrgetter
 
 from shardlib.errors import RuleError
 from shardlib.rules._match import Entry
-from shardlib.rules._model import ModelIndex
+from shardlib.rules._model import ModelIndex, called
 
 __all__ = ["SizeFinder"]
 
@@ -39,14 +39,10 @@ class SizeFinder:
                 return found
             raise RuleError(
                 f'Rule {entry}: the size of "{name}" is given as the attribute "{given}", which on '
-                f"{_called(module)} is {found!r}. Name an attribute that is a positive int, or give the number."
+                f"{called(module)} is {found!r}. Name an attribute that is a positive int, or give the number."
             )
-        around = ", ".join(dict.fromkeys(map(_called, self.index.enclosing(module_name))))
+        around = ", ".join(dict.fromkeys(map(called, self.index.enclosing(module_name))))
         raise RuleError(
             f'Rule {entry}: the size of "{name}" is given as the attribute "{given}", which none of the modules around '
             f'"{module_name}" has ({around}). Name an attribute of one of them, or give the number.'
         )
-
-
-def _called(module: object) -> str:
-    return type(module).__qualname__

@@ -8,7 +8,7 @@ has one of them. A pair with None leaves a dim unsplit, as does a name without a
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, count
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -41,14 +41,24 @@ class LogicalAxes(NamedTuple):
 # --- reading --------------------------------------------------------------------------------------------------------
 
 
-def read_logical_axes(logical: Any, rules: Iterable[LogicalRule]) -> dict[str, Any]:
+def _all(_parameter: str, _name: str, axes: tuple[str, ...]) -> tuple[str, ...]:
+    return axes
+
+
+def read_logical_axes(
+    logical: Any,
+    rules: Iterable[LogicalRule],
+    kept: Callable[[str, str, tuple[str, ...]], tuple[str, ...]] = _all,
+) -> dict[str, Any]:
     """Return the arguments of `Rules` that express logical axes; see `Rules.from_logical_axes`.
+
+    `kept` gets a parameter's name, the logical name of a dim and the axes that the dim has, and returns those to keep.
 
     >>> read_logical_axes({"wi": ("embed", "mlp")}, [("embed", "fsdp"), ("mlp", ("fsdp", "tp")), ("mlp", "tp")])
     {'rules': {'^wi': 'embed@fsdp mlp@tp'}}
     """
     pairs = [_pair(rule) for rule in _list_of(rules)]
-    return {"rules": {f"^{name}": _text(name, leaf, pairs) for name, leaf in _leaves(logical)}}
+    return {"rules": {f"^{name}": _text(name, leaf, pairs, kept) for name, leaf in _leaves(logical)}}
 
 
 def _list_of(rules: Any) -> Sequence[Any]:
@@ -93,12 +103,18 @@ def _leaves(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
         yield from _leaves(node, (*path, str(key)))
 
 
-def _text(parameter: str, leaf: Any, pairs: Sequence[tuple[str, tuple[str, ...]]]) -> str:
+def _text(
+    parameter: str,
+    leaf: Any,
+    pairs: Sequence[tuple[str, tuple[str, ...]]],
+    kept: Callable[[str, str, tuple[str, ...]], tuple[str, ...]],
+) -> str:
     names, open_end = _names_of(parameter, leaf)
     found: dict[str, tuple[str, ...]] = {}
     for name, axes in pairs:
         if name in names and name not in found and set(axes).isdisjoint(chain(*found.values())):
             found[name] = axes
+    found = {name: kept(parameter, name, axes) for name, axes in found.items()}
     return " ".join([*(_dim(name, found.get(name or "", ())) for name in names), *(["..."] if open_end else [])])
 
 

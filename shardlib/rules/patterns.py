@@ -12,20 +12,27 @@ from shardlib.errors import RuleError
 __all__ = ["NameIndex", "Pattern", "compile_pattern"]
 
 _GLOB = re.compile(r"[*?\[]")
+_TENSOR_REGEX = "tensor re:"
 _FORMS = (
     "`*` stands for one segment (or part of one), `**` for any number of whole segments, `?` and `[...]` for one "
     'character; a pattern matches at the end of a name, "^" in front anchors it at the root, "re:" in front makes it '
-    "a regular expression for the whole name"
+    'a regular expression for the whole name, "tensor re:" one that never names a module'
 )
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """A compiled pattern. `tail` is the literal last segment of every match, or None when there is none."""
+    """A compiled pattern.
+
+    Attributes:
+        tail: the literal last segment of every match, or None when there is none.
+        tensors_only: whether it names tensors and never a module or an activation.
+    """
 
     text: str
     regex: re.Pattern[str]
     tail: str | None
+    tensors_only: bool = False
 
     def matches(self, name: str) -> bool:
         """Return whether the pattern matches a dotted name.
@@ -44,7 +51,8 @@ def compile_pattern(text: str) -> Pattern:
 
     Dotted, whole segments. `*` is one segment and shell globs work inside a segment; `**` is any number of segments,
     none included. The pattern matches at the *end* of a name; `^` anchors it at the root (`^` alone is the root
-    itself); `re:` gives a regular expression that must match the whole name.
+    itself); `re:` gives a regular expression that must match the whole name, and `tensor re:` one for names of tensors
+    alone, as other libraries have them.
 
     Raises:
         RuleError: an empty pattern or segment, `**` as a part of a segment, an unclosed `[`, an invalid regex.
@@ -54,6 +62,8 @@ def compile_pattern(text: str) -> Pattern:
     >>> compile_pattern("re:.*[02].up").matches("h.0.up")
     True
     """
+    if text.startswith(_TENSOR_REGEX):
+        return Pattern(text, _compiled(text, text.removeprefix(_TENSOR_REGEX)), None, tensors_only=True)
     if text.startswith("re:"):
         return Pattern(text, _compiled(text, text[3:]), None)
     anchored = text.startswith("^")

@@ -53,12 +53,14 @@ def dims_of_node(node: TreeNode, name: str, parent: TreeNode | None) -> ModuleDi
 
 def _by_arrays(node: TreeNode, name: str, parent: TreeNode | None) -> ModuleDims | None:
     ndims = {key: len(tensor.shape) for key, tensor in node.tensors.items()}
-    of_attention = parent is not None and parent.children.keys() >= _HEADS
+    of_attention = parent is not None and _is_attention(parent)
     match ndims:
         case {"kernel": 3} if of_attention and name in _HEADS:
             return _known(_TO_HEADS, ndims)
         case {"kernel": 3} if of_attention and name in _JOINED:
             return _known(_FROM_HEADS, ndims)
+        case {"kernel": 3} if not _is_conv(node, name):
+            return None
         case {"kernel": int(ndim)}:
             return _known(_DENSE if ndim == 2 else _CONV, ndims) if ndim > 1 else None
         case {"w": int(ndim)}:
@@ -67,6 +69,20 @@ def _by_arrays(node: TreeNode, name: str, parent: TreeNode | None) -> ModuleDims
             return _known(_EMBEDDING, ndims)
     is_norm = bool(ndims.keys() & {"scale", "gamma"}) and {*ndims.values()} == {1}
     return _known(_NORM, ndims) if is_norm else None
+
+
+def _is_attention(node: TreeNode) -> bool:
+    """Return whether heads are the dims that flax and Keras have them as. Gemma of KerasHub has them in front."""
+    kernels = {key: child.tensors["kernel"].shape for key, child in node.children.items() if "kernel" in child.tensors}
+    joined = [kernels[key] for key in _JOINED if key in kernels]
+    query = kernels.get("query", ())
+    return kernels.keys() >= _HEADS and len(query) == 3 and all(shape[:2] == query[1:] for shape in joined)
+
+
+def _is_conv(node: TreeNode, name: str) -> bool:
+    """Return whether a kernel of three dims is that of a convolution, and not of a layer that has heads as dims."""
+    bias = node.tensors.get("bias")
+    return "conv" in name.lower() or (bias is not None and len(bias.shape) == 1)
 
 
 def _known(dims: ModuleDims, ndims: dict[str, int]) -> ModuleDims | None:

@@ -6,7 +6,7 @@ JAX is imported when a tree is read, and torch is not.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +16,7 @@ from shardlib.errors import InputError
 from shardlib.rules._tree_node import TreeNode, TreeTensor
 from shardlib.rules.tree_dims import dims_of_node
 
-__all__ = ["Tree", "is_tree", "name_of_path"]
+__all__ = ["Tree", "is_tree", "name_of_path", "named_leaves"]
 
 
 def is_tree(model: Any) -> bool:
@@ -79,6 +79,15 @@ def name_of_path(path: Sequence[Any]) -> str:
     """
     keys = (str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", "")))) for key in path)
     return ".".join(key.replace("/~/", "/").replace("/", ".") for key in keys)
+
+
+def named_leaves(tree: Any, is_leaf: Callable[[Any], bool]) -> list[tuple[str, Any]]:
+    """Return the leaves of a tree of any objects, with the names that arrays in their place have."""
+    import jax
+
+    boxes = _boxes(tree)
+    flat = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)[0]
+    return [(_name_in(path, boxes)[0], leaf) for path, leaf in flat]
 
 
 def _find_dims(node: TreeNode) -> None:

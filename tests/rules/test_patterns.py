@@ -80,7 +80,7 @@ def test_cases(pattern: str, name: str, matches: bool) -> None:
 FORMS = (
     "`*` stands for one segment (or part of one), `**` for any number of whole segments, `?` and `[...]` for one "
     'character; a pattern matches at the end of a name, "^" in front anchors it at the root, "re:" in front makes it '
-    "a regular expression for the whole name"
+    'a regular expression for the whole name, "tensor re:" one that never names a module'
 )
 
 
