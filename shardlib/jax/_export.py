@@ -8,6 +8,7 @@ from __future__ import annotations
 import operator
 import traceback
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -124,12 +125,20 @@ def _decomposed(program: torch.export.ExportedProgram) -> torch.export.ExportedP
 
 
 def _applied(program: torch.export.ExportedProgram, table: Mapping[Any, Any]) -> torch.export.ExportedProgram | None:
-    """Return the program with ops decomposed, or None if torch cannot, or makes ops with effects of them."""
+    """Return the program with ops decomposed, or None if torch cannot, makes ops with effects of them, or takes apart
+    ops with a lowering beside them."""
     try:
         done = program.run_decompositions(dict(table))
     except Exception:
         return None
-    return None if any(spec.kind is InputKind.TOKEN for spec in done.graph_signature.input_specs) else done
+    has_effects = any(spec.kind is InputKind.TOKEN for spec in done.graph_signature.input_specs)
+    return None if has_effects or _whole(program) - _whole(done) else done
+
+
+def _whole(program: torch.export.ExportedProgram) -> Counter[Any]:
+    """Count the ops with a lowering."""
+    nodes = (node for node in program.graph.nodes if node.op == "call_function")
+    return Counter(node.target for node in nodes if isinstance(node.target, Op) and _lowering_name(node) is None)
 
 
 def _missing(program: torch.export.ExportedProgram) -> set[Any]:
