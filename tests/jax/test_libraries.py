@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.jax import on_devices
-from tests.jax.libraries import LIBRARIES, library
+from tests.jax.libraries import LIBRARIES, Library, library
 
 ROLES = {"table": "vocab@tp embed", "up": "colwise", "norm": None, "down": "rowwise"}
 OPTIMIZERS = ("adamw", "chain", "masked", "adafactor")
@@ -20,6 +20,11 @@ def _named(tree: Any) -> dict[str, Any]:
     return {name: leaf for name, leaf in zip(read.names, read.leaves, strict=True) if name is not None}
 
 
+def _roles(made: Library) -> dict[str, Any]:
+    layers = {name.partition(".")[0] for name in made.specs}
+    return {layer: role for layer, role in ROLES.items() if layer in layers}
+
+
 def _specs_of(name: str) -> dict[str, Any]:
     import jax
 
@@ -27,7 +32,8 @@ def _specs_of(name: str) -> dict[str, Any]:
     import shardlib.jax as sj
     from shardlib.jax import rules as tree_rules
 
-    made, rules = library(name), sl.Rules(ROLES)
+    made = library(name)
+    rules = sl.Rules(_roles(made))
     plan = tree_rules.plan(made.params, "dp=2,tp=4", rules)
     assert plan == tree_rules.plan(made.shapes, "dp=2,tp=4", rules)
     coverage = rules.coverage(made.params)
@@ -85,7 +91,7 @@ def _trained(name: str, optimizer: str) -> dict[str, Any]:
         updates, state = opt.update(grads, state, p)
         return value, optax.apply_updates(p, updates), state, grads
 
-    plan = tree_rules.plan(params, mesh, sl.Rules(ROLES), transforms=[sl.zero(1)])
+    plan = tree_rules.plan(params, mesh, sl.Rules(_roles(made)), transforms=[sl.zero(1)])
     of = {phase: sj.shardings(params, mesh, plan, phase=phase) for phase in ("stored", "grad")}
     state_shapes = jax.eval_shape(opt.init, params)
     of_state = sj.shardings(state_shapes, mesh, plan, phase="state")
