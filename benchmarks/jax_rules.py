@@ -165,7 +165,7 @@ def _counted(model: Any, rules: sl.Rules) -> dict[str, int]:
 
     order = [each.path for each in model.trainable_variables]
     compiled = jax.jit(forward, in_shardings=([specs[path] for path in order],)).lower([tree[path] for path in order])
-    text = compiled.compile().as_text()
+    text = compiled.compile().as_text() or ""
     kinds = "all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter"
     return {kind: count for kind in kinds if (count := len(re.findall(rf" {kind}(?:-start)?\(", text)))}  # type: ignore[arg-type]
 

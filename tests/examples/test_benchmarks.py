@@ -52,6 +52,45 @@ def test_what_needs_one_rank_writes_its_figures(tmp_path: Path, name: str):
     assert _written(tmp_path / "f.json")
 
 
+def test_published_rules_are_audited(tmp_path: Path):
+    """A golden file that says what the rules say, one that does not, and a configuration with an axis of no mesh."""
+    configs = tmp_path / "src" / "maxtext" / "configs"
+    (configs / "models").mkdir(parents=True)
+    (configs / "base.yml").write_text(
+        "mesh_axes: [fsdp]\nlogical_axis_rules: [[embed, fsdp], [mlp, tensor], [mlp, tensor]]"
+    )
+    (configs / "models" / "one.yml").write_text("base_emb_dim: 4")
+    (tmp_path / "src" / "maxtext" / "layers.py").write_text("NAMES = ('embed',)")
+    golden = tmp_path / "tests/utils/sharding_info/one/tpu/slice_1/rule_default"
+    golden.mkdir(parents=True)
+    keys = [f".params/['params']/['{name}']" for name in ("right", "wrong")]
+    logical = {key: {"partition_spec": ["embed", None], "shape": [4, 8]} for key in keys}
+    (golden / "logical_shardings.json").write_text(json.dumps(logical))
+    mesh = {"mesh": {"shape": {"fsdp": 2}}, "shape": [4, 8]}
+    named = {key: mesh | {"partition_spec": spec} for key, spec in zip(keys, (["fsdp"], [None, "fsdp"]), strict=True)}
+    (golden / "named_shardings.json").write_text(json.dumps(named))
+    command = [
+        sys.executable,
+        "benchmarks/jax_rules.py",
+        "--maxtext",
+        str(tmp_path),
+        "--json",
+        str(tmp_path / "f.json"),
+    ]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+    written = _written(tmp_path / "f.json")
+    assert [each["other_than_golden"] for each in written["maxtext_golden"]] == [["params.wrong"]]
+    assert written["maxtext_configs"] == [
+        {
+            "file": "configs/base.yml",
+            "axes_not_in_mesh_axes": {"mlp": ["tensor"]},
+            "pairs_that_never_apply": [["mlp", ["tensor"]]],
+            "names_in_no_python_file": ["mlp"],
+        }
+    ]
+
+
 @pytest.mark.parametrize("name", BY_PYTHON)
 def test_what_starts_processes_writes_its_figures(tmp_path: Path, name: str):
     command = [sys.executable, f"benchmarks/{name}", "--quick", "--json", str(tmp_path / "f.json")]

@@ -28,7 +28,10 @@ rules = sl.Rules({"up": "colwise"})
 plan = tree_rules.plan(tree, "dp=2,tp=2", rules, transforms=[sl.zero(3)])
 mesh = sj.make_mesh("dp=2,tp=2")
 specs = sj.shardings(tree, mesh, plan)
+config = {"mesh_axes": ["fsdp", "tensor"], "logical_axis_rules": [["embed", "fsdp"], ["mlp", ["tensor"]]]}
 print(json.dumps({
+    "maxtext": str(sl.Rules.from_maxtext(config, {"wi": ("embed", "mlp")}, "fsdp=2")),
+    "read": str(sl.Rules.from_partition_specs({"up.kernel": jax.P("dp", "tp")}).to_partition_specs(tree, "dp=2,tp=2")),
     "layout": str(sl.Layout.parse("batch@dp embed : bfloat16 host").resolve((8, 4), "dp=2")),
     "stored": str(plan["layers.0.up.kernel"].stored),
     "bytes": plan.memory().parameters,
@@ -71,6 +74,8 @@ def _run(packages: Path, *arguments: str) -> str:
 
 def test_a_tree_is_planned_and_sharded(packages: Path, tmp_path: Path):
     assert json.loads(_run(packages, f"exec({_SCRIPT!r})", str(tmp_path / "plan.html"))) == {
+        "maxtext": 'Rules({"^wi": "embed@fsdp mlp"})',
+        "read": "{'layers': [" + ", ".join(["{'up': {'kernel': P('dp', 'tp')}}"] * 2) + "]}",
         "layout": "batch@dp embed : bfloat16 host",
         "stored": "in@dp out@tp",
         "bytes": 256,

@@ -298,3 +298,31 @@ def test_a_file_without_rules_is_refused(configs: Path, file: str, said: str):
 def test_what_is_no_configuration_is_refused():
     with pytest.raises(RuleError, match="A configuration of MaxText was given as int 3"):
         sl.Rules.from_maxtext(3, NAMES, "fsdp=2")
+
+
+# --- kernels of three dims ------------------------------------------------------------------------------------------
+
+
+def _attention(query: tuple[int, ...], joined: tuple[int, ...]) -> Any:
+    kernels = dict.fromkeys(("query", "key", "value"), query) | {"attention_output": joined}
+    return {"attention": {name: {"kernel": _shape(*shape)} for name, shape in kernels.items()}}
+
+
+def test_heads_are_split_where_flax_and_keras_have_them():
+    rules = sl.Rules({"query": "colwise", "attention_output": "rowwise"}, unmatched="replicate")
+    made = rules.to_partition_specs(_attention((6, 4, 2), (4, 2, 6)), "tp=2")["attention"]
+    assert made["query"]["kernel"] == P(None, "tp", None)
+    assert made["attention_output"]["kernel"] == P("tp", None, None)
+
+
+def test_a_kernel_whose_dims_are_not_known_has_no_role():
+    """KerasHub's Gemma has heads in front; a layer of einsum is no convolution."""
+    rules = sl.Rules({"query": "colwise"}, unmatched="replicate")
+    with pytest.raises(
+        RuleError, match=r'module "attention\.query" \(a tree of arrays\), .* with their dims in a text'
+    ):
+        rules.to_partition_specs(_attention((4, 6, 2), (4, 2, 6)), "tp=2")
+    with pytest.raises(RuleError, match="is not known"):
+        sl.Rules({"project": "colwise"}).to_partition_specs({"project": {"kernel": _shape(6, 4, 2)}}, "tp=2")
+    made = sl.Rules({"conv": "colwise"}).to_partition_specs({"conv": {"kernel": _shape(3, 4, 2)}}, "tp=2")
+    assert made == {"conv": {"kernel": P(None, None, "tp")}}
