@@ -11,7 +11,7 @@ from shardlib.rules._adapters import renamed
 from shardlib.rules._model import ModelIndex, folded
 from shardlib.rules._resolution import Side
 from shardlib.rules._values import Role, Value, spelled
-from shardlib.rules.patterns import NameIndex, Pattern, compile_pattern
+from shardlib.rules.patterns import TENSOR_REGEX, NameIndex, Pattern, compile_pattern
 
 __all__ = ["Entry", "Match", "Matcher", "border_key"]
 
@@ -117,7 +117,7 @@ def border_key(key: str) -> tuple[str | Pattern, Side] | None:
     >>> border_key("blocks.*.output"), border_key("^input"), border_key("mlp.up")
     (('blocks.*', 'output'), ('^', 'input'), None)
     """
-    if compile_pattern(key).tensors_only:
+    if key.startswith(TENSOR_REGEX):
         return None
     for side in get_args(Side):
         if key == f"^{side}":

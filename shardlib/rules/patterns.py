@@ -9,10 +9,10 @@ from functools import lru_cache
 
 from shardlib.errors import RuleError
 
-__all__ = ["NameIndex", "Pattern", "compile_pattern"]
+__all__ = ["TENSOR_REGEX", "NameIndex", "Pattern", "compile_pattern"]
 
 _GLOB = re.compile(r"[*?\[]")
-_TENSOR_REGEX = "tensor re:"
+TENSOR_REGEX = "tensor re:"
 _FORMS = (
     "`*` stands for one segment (or part of one), `**` for any number of whole segments, `?` and `[...]` for one "
     'character; a pattern matches at the end of a name, "^" in front anchors it at the root, "re:" in front makes it '
@@ -62,8 +62,8 @@ def compile_pattern(text: str) -> Pattern:
     >>> compile_pattern("re:.*[02].up").matches("h.0.up")
     True
     """
-    if text.startswith(_TENSOR_REGEX):
-        return Pattern(text, _compiled(text, text.removeprefix(_TENSOR_REGEX)), None, tensors_only=True)
+    if text.startswith(TENSOR_REGEX):
+        return Pattern(text, _compiled(text, text.removeprefix(TENSOR_REGEX)), None, tensors_only=True)
     if text.startswith("re:"):
         return Pattern(text, _compiled(text, text[3:]), None)
     anchored = text.startswith("^")

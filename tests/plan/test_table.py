@@ -170,8 +170,8 @@ def test_planning_needs_neither_values_nor_processes_and_leaves_the_model_alone(
         (
             (2, MLP_RULES),
             MeshError,
-            'A mesh was given as int; give text such as "dp=2,tp=4", a MeshShape, a mapping from axis name to size, or '
-            "a torch DeviceMesh with mesh_dim_names.",
+            'A mesh was given as int; give text such as "dp=2,tp=4", a MeshShape, a mapping from axis name to size, '
+            "a torch DeviceMesh with mesh_dim_names, or a mesh of JAX.",
         ),
     ],
 )

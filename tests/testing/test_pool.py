@@ -686,6 +686,7 @@ def test_two_pools_at_the_same_time_do_not_meet(ranks: Ranks, own: Ranks):
             assert [a.result() for a in answers] == [[[0, 1]] * 2, [[10, 11]] * 2]
 
 
+@pytest.mark.filterwarnings("ignore:os.fork")  # of JAX, where a test before has used it
 def test_a_fork_of_this_process_leaves_the_ranks_alone(own: Ranks):
     pids = own(2).run(os.getpid)
     child = os.fork()
