@@ -59,7 +59,10 @@ def make_plan(
     ((4, 4), 80)
     """
     if isinstance(model, type) or not hasattr(model, "named_modules"):
-        raise PlanError(f"A model was given as {type(model).__name__}; give a torch.nn.Module, on any device or meta.")
+        of_jax = " shardlib.jax.plan takes trees of arrays." if isinstance(model, Mapping | list) else ""
+        raise PlanError(
+            f"A model was given as {type(model).__name__}; give a torch.nn.Module, on any device or meta.{of_jax}"
+        )
     shape = _known_sizes(MeshShape.of(mesh))
     rule_set = layouts.for_model(model) if rules is None else as_rules(rules)
     resolution = rule_set.resolve(model, shape)

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardlib._dtypes import name_of
 from shardlib._mesh_shape import MeshShape
 from shardlib._plan import Phase, Plan, Row, RulesLike, Transform, make_plan
-from shardlib.errors import InputError, PlanError
+from shardlib.errors import InputError, MeshError, PlanError
 from shardlib.jax._context import constrained
 from shardlib.jax._mesh import named_sharding
 from shardlib.layout import Layout
@@ -156,6 +156,11 @@ def refuse_settings(plan: Plan, *, served: Sequence[str] = ()) -> None:
 
 
 def _check_mesh(made: Plan, mesh: Mesh) -> None:
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        raise MeshError(
+            f"A mesh was given as {type(mesh).__name__}, and a sharding needs devices; give a jax.sharding.Mesh, as "
+            'shardlib.jax.make_mesh("dp=2,tp=4") makes it.'
+        )
     if made.mesh != (shape := MeshShape.of(mesh)):
         raise InputError(
             f'The plan was made for mesh "{made.mesh}", and the mesh is "{shape}". Make the plan for this mesh: '
