@@ -15,7 +15,7 @@ import numpy as np
 
 from shardlib.errors import InputError, nearest
 
-__all__ = ["NAMES", "dtype_named", "keeps_dtype_names", "name_of"]
+__all__ = ["NAMES", "dtype_named", "is_dtype_name", "keeps_dtype_names", "name_of"]
 
 T = TypeVar("T", bound=type[Any])
 
@@ -48,15 +48,27 @@ def name_of(dtype: Any) -> str:
 def _name_of(dtype: Any) -> str:
     if isinstance(dtype, str) or (type(dtype).__name__ == "dtype" and type(dtype).__module__ == "torch"):
         name = str(dtype).removeprefix("torch.")
+    elif isinstance(dtype, type) and issubclass(dtype, np.generic):
+        name = np.dtype(dtype).name
     else:
         name = str(getattr(getattr(dtype, "dtype", dtype), "name", dtype))
     name = _SYNONYMS.get(name, name)
-    if name not in NAMES and not (hasattr(dtype, "itemsize") and not isinstance(dtype, str)):
+    if not is_dtype_name(name) and (isinstance(dtype, str) or not hasattr(dtype, "itemsize")):
         raise InputError(
             f'{dtype!r} was given as a dtype; give one of torch or numpy, or a name such as "float32" or "bfloat16".'
             f"{nearest(name, NAMES)}"
         )
     return name
+
+
+def is_dtype_name(name: str) -> bool:
+    """Tell whether a dtype has this name: one of `NAMES`, or where torch has been imported, any of torch's.
+
+    >>> is_dtype_name("bfloat16"), is_dtype_name("bfloat61")
+    (True, False)
+    """
+    torch = sys.modules.get("torch")
+    return name in NAMES or (torch is not None and isinstance(getattr(torch, name, None), torch.dtype))
 
 
 def dtype_named(name: str) -> Any:

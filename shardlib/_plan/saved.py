@@ -6,7 +6,7 @@ import dataclasses
 import json
 from typing import TYPE_CHECKING, Any
 
-from shardlib._dtypes import NAMES, name_of
+from shardlib._dtypes import is_dtype_name, name_of
 from shardlib._mesh_shape import MeshShape
 from shardlib._plan.memory import Blocks
 from shardlib._plan.report import DryRun, Gathered, Recorded, StageRun
@@ -194,7 +194,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 def _dtype(name: str) -> Any:
-    if name not in NAMES:
+    if not is_dtype_name(name):
         raise PlanError(f'"{name}" is not a dtype; give a name such as "float32" or "bfloat16".')
     return name
 

@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple, NoReturn, TypeAlias
 from einops import EinopsError
 from einops.parsing import ParsedExpression
 
-from shardlib._dtypes import NAMES
+from shardlib._dtypes import NAMES, is_dtype_name
 from shardlib.errors import LayoutError, nearest
 from shardlib.layout._dims import Dim, Dims, Factor, spell
 
@@ -156,7 +156,7 @@ def _read_phase(text: str, phase: str) -> tuple[str | None, Memory]:
     for word in phase.split():
         if word in ("device", "host"):
             memory = "host" if word == "host" else "device"
-        elif word in NAMES:
+        elif is_dtype_name(word):
             dtype = word
         else:
             hint = nearest(word, ["device", "host", *NAMES])

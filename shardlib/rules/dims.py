@@ -283,7 +283,7 @@ _TORCH: dict[str, dict[str, ModuleDims | DimsOf]] = {
 }
 for _module, _layers in _TORCH.items():
     for _layer, _dims in _layers.items():
-        register_dims(f"torch.nn.modules.{_module}.{_layer}", _dims, linear=_layer == "Linear")
+        register_dims(f"torch.nn.modules.{_module}.{_layer}", _dims)
 # Hugging Face's Conv1D is a linear layer with its weight transposed.
 register_dims(
     "transformers.pytorch_utils.Conv1D", weight="in out", bias="out", output="out", contracted=("in",), linear=True

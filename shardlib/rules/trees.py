@@ -147,7 +147,7 @@ def _put(root: TreeNode, name: str, tensor: TreeTensor, tree: Any, path: Sequenc
 
 def _values(tree: Any, path: Sequence[Any]) -> Iterator[Any]:
     """Iterate over the objects that a path leads through, as far as attributes and keys reach them."""
-    with suppress(Exception):  # keys of a tree need not be readable in the same way
+    with suppress(AttributeError, LookupError, TypeError):  # keys of a tree need not be readable in the same way
         for key in path[:-1]:
             if hasattr(key, "name"):
                 tree = getattr(tree, key.name)

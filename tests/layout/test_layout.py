@@ -291,3 +291,11 @@ def test_views_that_make_no_sense_are_refused(call: Callable[[], object], messag
     with pytest.raises(LayoutError) as caught:
         call()
     assert str(caught.value) == message
+
+
+def test_every_dtype_of_torch_is_read_again():
+    dtypes = {dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+    assert len(dtypes) > 30
+    for dtype in dtypes:
+        layout = Layout(Layout.parse("_").dims, dtype=dtype)
+        assert layout.dtype is dtype and Layout.parse(layout.text) == layout
