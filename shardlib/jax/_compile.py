@@ -325,13 +325,17 @@ class Compiled:
             )
         if unknown := [name for name in arrays if name not in self._stored]:
             raise InputError(f'The model has no tensor "{unknown[0]}".{nearest(unknown[0], self._stored)}')
-        for name, stored in self._stored.items():
-            if tuple(arrays[name].shape) != stored.array_shape:
+        self.check_shapes(arrays)
+        return arrays
+
+    def check_shapes(self, arrays: Mapping[str, Any]) -> None:
+        """Refuse arrays by name that have other shapes than those of `compile_model`."""
+        for name, array in arrays.items():
+            if tuple(array.shape) != (wanted := self._storage(name).array_shape):
                 raise InputError(
-                    f'"{name}" was given as an array of shape {tuple(arrays[name].shape)}; it is {stored.array_shape}. '
+                    f'"{name}" was given as an array of shape {tuple(array.shape)}; it is {wanted}. '
                     "fn.from_torch({name: tensor}) makes arrays of the right shape from the model's tensors."
                 )
-        return arrays
 
     def _graph(self, leaves: list[Any], structure: Any) -> Graph:
         key = (tuple(_key_of(leaf) for leaf in leaves), str(structure))

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec, get_abstract_mesh
 
 from shardlib.errors import InputError
 
-__all__ = ["MOVED", "constrained", "moved", "refuse_explicit"]
+__all__ = ["REDISTRIBUTED", "constrained", "redistributed", "refuse_explicit"]
 
 
 def constrained(value: Any, sharding: NamedSharding) -> Any:
@@ -24,12 +24,12 @@ def constrained(value: Any, sharding: NamedSharding) -> Any:
     return value if here is None else lax.with_sharding_constraint(value, here)
 
 
-def moved(value: Any, there: NamedSharding, back: NamedSharding) -> Any:
+def redistributed(value: Any, there: NamedSharding, back: NamedSharding) -> Any:
     """Redistribute a value to a sharding, and its cotangent to another one."""
     forward, backward = _here(there), _here(back)
     if forward is None or backward is None:
         return value
-    return _moved.bind(value, there=forward, back=backward)
+    return _redistributed.bind(value, there=forward, back=backward)
 
 
 def refuse_explicit(call: str) -> None:
@@ -61,22 +61,22 @@ def _among(entry: Any, free: set[Any]) -> Any:
 
 # A primitive, because JAX has no other linear function whose transpose is chosen and which can be batched: a
 # custom_vjp refuses jvp, and linear_call refuses vmap.
-MOVED = "shardlib_moved"
-_moved = Primitive(MOVED)
+REDISTRIBUTED = "shardlib_redistributed"
+_redistributed = Primitive(REDISTRIBUTED)
 
 
-@_moved.def_impl
+@_redistributed.def_impl
 def _run(value: Any, *, there: NamedSharding, back: NamedSharding) -> Any:
     return lax.with_sharding_constraint(value, there)
 
 
-@_moved.def_abstract_eval
+@_redistributed.def_abstract_eval
 def _typed(value: Any, *, there: NamedSharding, back: NamedSharding) -> Any:
     return value
 
 
 def _transposed(cotangent: Any, _: Any, *, there: NamedSharding, back: NamedSharding) -> Any:
-    return [cotangent if type(cotangent) is ad.Zero else _moved.bind(cotangent, there=back, back=there)]
+    return [cotangent if type(cotangent) is ad.Zero else _redistributed.bind(cotangent, there=back, back=there)]
 
 
 def _batched(values: Any, dims: Any, *, there: NamedSharding, back: NamedSharding) -> Any:
@@ -85,9 +85,9 @@ def _batched(values: Any, dims: Any, *, there: NamedSharding, back: NamedShardin
         return NamedSharding(sharding.mesh, PartitionSpec(*entries[:dim], PartitionSpec.UNCONSTRAINED, *entries[dim:]))
 
     (value,), (dim,) = values, dims
-    return _moved.bind(value, there=with_dim(there), back=with_dim(back)), dim
+    return _redistributed.bind(value, there=with_dim(there), back=with_dim(back)), dim
 
 
-ad.deflinear2(_moved, _transposed)
-batching.primitive_batchers[_moved] = _batched
-mlir.register_lowering(_moved, mlir.lower_fun(_run, multiple_results=False))
+ad.deflinear2(_redistributed, _transposed)
+batching.primitive_batchers[_redistributed] = _batched
+mlir.register_lowering(_redistributed, mlir.lower_fun(_run, multiple_results=False))

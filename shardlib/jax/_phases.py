@@ -90,12 +90,7 @@ class OfModel:
                 f'"{strange[0]}" was given, and is not a trained parameter of the model.{nearest(strange[0], trained)} '
                 "Buffers and frozen parameters are fn.buffers."
             )
-        for name, like in self.fn.abstract().items():
-            if name in given and tuple(params[name].shape) != like.shape:
-                raise InputError(
-                    f'"{name}" was given as an array of shape {tuple(params[name].shape)}; it is {like.shape}. '
-                    "fn.from_torch({name: tensor}) makes arrays of the right shape."
-                )
+        self.fn.check_shapes(params)
 
 
 class OfRules:
@@ -115,7 +110,8 @@ class OfRules:
         return jax.tree.map(lambda _: NamedSharding(self.mesh, PartitionSpec()), buffers)
 
     def placed(self, params: Any) -> Any:
-        return _copied(rules.shard_params(params, self.mesh, self._plan(params)), self.shardings(params, "stored"))
+        placed = rules.shard_params(params, self.mesh, self._plan(params))
+        return _copied(placed, jax.tree.map(lambda array: array.sharding, placed))
 
     def values(self, params: Any) -> Any:
         return rules.cast(params, self.mesh, self._plan(params))

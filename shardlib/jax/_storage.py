@@ -24,7 +24,7 @@ from shardlib._mesh_shape import MeshShape
 from shardlib._plan import Phase, Row
 from shardlib.errors import InputError, PlanError
 from shardlib.jax._bits import to_numpy, to_tensor
-from shardlib.jax._context import constrained, moved
+from shardlib.jax._context import constrained, redistributed
 from shardlib.jax._dtypes import as_dtype, refuse_narrowed
 from shardlib.jax._fused import Fused
 from shardlib.layout import Dim, Layout
@@ -132,7 +132,7 @@ class Storage:
         """Return the value that the model computes with: gathered as the plan says, unpadded, in the compute dtype."""
         compute = self.sharding("compute")
         trained = "grad" in self.specs
-        value = moved(array, compute, self.sharding("grad")) if trained else constrained(array, compute)
+        value = redistributed(array, compute, self.sharding("grad")) if trained else constrained(array, compute)
         value = value[tuple(slice(size) for sizes in self.parts for size in sizes)]
         if jnp.issubdtype(value.dtype, jnp.floating):
             value = value.astype(as_dtype(self.compute_dtype))

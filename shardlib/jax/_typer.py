@@ -20,7 +20,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from shardlib._mesh_shape import MeshShape
 from shardlib.jax import _sharding_rules as rules
-from shardlib.jax._context import MOVED
+from shardlib.jax._context import REDISTRIBUTED
 from shardlib.jax._sharding_rules import Conflict, Operand, Ruling, Spec
 
 __all__ = ["Finding", "Typed", "Typer", "abstract_mesh", "spec_of"]
@@ -107,7 +107,7 @@ class Typer:
             constants = [Operand.unsharded(var.aval) for var in inner.jaxpr.constvars]
             return self.run(inner.jaxpr, constants, operands, scope)
         self.typed.ops += 1
-        if name in ("sharding_constraint", MOVED):
+        if name in ("sharding_constraint", REDISTRIBUTED):
             return [self._constrained(eqn, operands[0])]
         ruling = self._ruled(eqn, operands, scope)
         outs = [Operand(var.aval, spec) for var, spec in zip(eqn.outvars, ruling.outs, strict=True)]
@@ -163,7 +163,7 @@ class Typer:
 
     def _constrained(self, eqn: Any, operand: Operand) -> Operand:
         """Apply a constraint: a border of the plan, or a parameter's layout."""
-        wanted = eqn.params["there" if eqn.primitive.name == MOVED else "sharding"]
+        wanted = eqn.params["there" if eqn.primitive.name == REDISTRIBUTED else "sharding"]
         entries = [*wanted.spec, *[None] * len(operand.spec)][: len(operand.spec)]
         given = {d: spec_of((e,), 1)[0] for d, e in enumerate(entries) if e is not PartitionSpec.UNCONSTRAINED}
         taken = {axis for axes in given.values() for axis in axes}

@@ -87,7 +87,8 @@ def shardings(
     """
     made = rules if isinstance(rules, Plan) else plan(tree, mesh, rules, transforms=transforms)
     _check_mesh(made, mesh)
-    return _mapped(tree, made, mesh, lambda leaf, row: _sharding(row, made.mesh, mesh, phase))
+    replicated = NamedSharding(mesh, PartitionSpec())
+    return _mapped(tree, made, lambda _, row: _sharding(row, made.mesh, mesh, phase), lambda _: replicated)
 
 
 def cast(tree: Any, mesh: Mesh, rules: Plan) -> Any:
@@ -109,7 +110,7 @@ def cast(tree: Any, mesh: Mesh, rules: Plan) -> Any:
         dtype = leaf.dtype if row.compute.dtype is None else name_of(row.compute.dtype)
         return constrained(leaf.astype(dtype), _sharding(row, rules.mesh, mesh, "compute"))
 
-    return _mapped(tree, rules, mesh, computed, otherwise=lambda leaf: leaf)
+    return _mapped(tree, rules, computed, lambda leaf: leaf)
 
 
 def shard_params(params: Any, mesh: Mesh, rules: RulesLike | Plan) -> Any:
@@ -168,25 +169,13 @@ def _check_mesh(made: Plan, mesh: Mesh) -> None:
         )
 
 
-def _mapped(
-    tree: Any,
-    made: Plan,
-    mesh: Mesh,
-    change: Callable[[Any, Row], Any],
-    *,
-    otherwise: Callable[[Any], Any] | None = None,
-) -> Any:
-    """Return a tree of what `change` gives for each array of a parameter; of anything else the replicated sharding, or
-    what `otherwise` gives."""
-    replicated = NamedSharding(mesh, PartitionSpec())
+def _mapped(tree: Any, made: Plan, change: Callable[[Any, Row], Any], otherwise: Callable[[Any], Any]) -> Any:
+    """Return a tree of what `change` gives for each array of a parameter, and `otherwise` for anything else."""
     read, rows = Tree.of(tree), {row.name: row for row in made.rows}
     found = []
     for name, leaf in zip(read.names, read.leaves, strict=True):
         row = None if name is None else _row_of(name, tuple(leaf.shape), rows)
-        if row is not None:
-            found.append(change(leaf, row))
-        else:
-            found.append(replicated if otherwise is None else otherwise(leaf))
+        found.append(otherwise(leaf) if row is None else change(leaf, row))
     return read.map(found)
 
 
@@ -221,9 +210,9 @@ def _evenly(row: Row, mesh: MeshShape) -> Row:
 
 def _even_choices(layout: Layout, shape: tuple[int, ...], mesh: MeshShape, added: Sequence[str]) -> Iterator[Layout]:
     for dim in range(len(shape)):
-        moved = layout.with_axes(dim, (*layout.axes_of(dim), *added))
-        if not moved.uneven_dims(shape, mesh):
-            yield moved
+        choice = layout.with_axes(dim, (*layout.axes_of(dim), *added))
+        if not choice.uneven_dims(shape, mesh):
+            yield choice
 
 
 def _placed(name: str | None, leaf: Any, sharding: NamedSharding) -> Any:
