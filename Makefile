@@ -3,6 +3,7 @@
 # make test-deep PART=1/2    the same tests with many more examples and cases; PART leaves the other half to another machine
 # make coverage    which lines and branches of shardlib/ the tests run, on ranks and in scripts too
 # make test-torch VERSION=2.15.0    the tests on another version of torch, in an environment of its own (several GB)
+# make test-jax PYTHON=python3.13    tests/jax on the newest JAX and flax that a Python takes, in an environment of its own
 # make mutate    random mistakes in the pure rooms, which the tests of these rooms have to notice
 # make dist    wheel and sdist in dist/; make dist-test installs both into an empty environment and tries them
 # make docs    the documentation site, in .cache/site
@@ -24,7 +25,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 DIST_PIP := $(PIP:$(BIN)%=.venv-dist/bin%)
 PEERS_PIP := $(PIP:$(BIN)%=.venv-peers/bin%)
 
-.PHONY: demo test test-deep coverage test-torch suite mutate docs dist dist-test bench format clean
+.PHONY: demo test test-deep coverage test-torch test-jax suite mutate docs dist dist-test bench format clean
 
 demo: $(VENV)/.core
 	$(TORCHRUN) 4 examples/demo.py --mesh dp=2,tp=2 $(ARGS)
@@ -47,6 +48,10 @@ coverage: $(VENV)/.dev
 test-torch:
 	@test -n "$(VERSION)" || { echo "which version of torch? make test-torch VERSION=2.15.0"; exit 1; }
 	$(MAKE) suite VENV=.venv-torch-$(VERSION) CONSTRAINTS=.venv-torch-$(VERSION)/constraints.txt
+
+test-jax:
+	$(MAKE) suite VENV=.venv-jax-$(notdir $(PYTHON)) CONSTRAINTS=.venv-jax-$(notdir $(PYTHON))/constraints.txt \
+		ARGS="tests/jax $(ARGS)"
 
 suite: $(VENV)/.dev
 	$(PYTEST) $(ARGS)
@@ -112,6 +117,11 @@ $(VENV)/.dev: $(VENV)/.core
 .venv-torch-%/constraints.txt: constraints.txt
 	mkdir -p $(@D)
 	sed 's/^torch==.*/torch==$*/; /^torchvision==/d' $< > $@
+
+# What is built on JAX moves with it: flax, optax, orbax and the libraries of models.
+.venv-jax-%/constraints.txt: constraints.txt
+	mkdir -p $(@D)
+	sed -E '/^(jax|optax|flax|equinox|dm-haiku|keras|orbax-checkpoint|tensorstore|numpy|torchvision)==/d' $< > $@
 
 # Peers that want builds of their own, beside shardlib; one that does not install is left out of the tables.
 .venv-peers/.peers: $(VENV)/.core

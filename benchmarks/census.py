@@ -3,7 +3,7 @@
     python benchmarks/census.py [--source timm] [--part 0/20] [--names llama,t5] [--again] [--engine jax]
 
 It continues where an earlier run was stopped; --again takes up what was not proved. At the end the file is sorted and
-carries the date and the versions. `python -m shardlib.testing.census --table FILE --jax FILE` writes docs/models.md.
+carries the date and the versions. `python -m shardlib.testing.census`, given the files, prints docs/models.md.
 --engine jax proves `shardlib.jax.compile_model`, into `results/census_jax.jsonl`. --quick proves one architecture and
 keeps nothing.
 """

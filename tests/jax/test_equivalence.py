@@ -28,11 +28,15 @@ def adam(params: Any) -> torch.optim.Optimizer:
 
 
 class Awkward(models.MLP):
-    """Tied, uneven, with buffers that change, a parameter that is frozen and one that nobody uses."""
+    """Tied, uneven, with buffers that change, a parameter that is frozen, one that nobody uses and one without dims."""
 
     def __init__(self) -> None:
         super().__init__(width=7, shared="weight", buffers=True, unused=True)
         self.up.bias.requires_grad_(False)
+        self.gain = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.gain * super().forward(x)
 
 
 CASES: dict[str, dict[str, Any]] = {

@@ -15,8 +15,9 @@ __all__ = ["page", "summary", "totals"]
 _ENOUGH = 0.6  # the share of a model's block parameters from which it counts as sharded
 
 
-def page(file: Path, on_jax: Path) -> str:
-    """Return the Markdown of `docs/models.md` for files of results that `write` made, of the two engines."""
+def page(file: Path, on_jax: Path, on_torchax: Path) -> str:
+    """Return the Markdown of `docs/models.md` for files of results that `write` made, of the two engines, and for the
+    lines of `benchmarks/census_torchax.py`."""
     results = read(file)
     facts = _facts(file)
     found_on_jax = {(r.library, r.name): r for r in read(on_jax)}
@@ -26,7 +27,7 @@ def page(file: Path, on_jax: Path) -> str:
         versions=", ".join(f"{name} {version}" for name, version in facts["versions"].items()),
         meshes=" and ".join(f"`{mesh}`" for mesh in MESHES),
         totals=_totals(libraries),
-        jax=_jax(list(found_on_jax.values()), _facts(on_jax)),
+        jax=_jax(list(found_on_jax.values()), _facts(on_jax), _statuses(on_torchax)),
     )
     tables = [line for name, found in libraries.items() for line in _tables(name, found, found_on_jax)]
     return "\n".join([head, *tables, ""])
@@ -38,18 +39,41 @@ def _facts(file: Path) -> Mapping[str, Any]:
     return found
 
 
-def _jax(results: Sequence[Result], facts: Mapping[str, Any]) -> str:
-    """Return what was found on the JAX engine: the totals, and each architecture that was not proved."""
-    counts = totals(results)
-    head = (
-        f"Run of {facts['date']} with jax {facts['versions']['jax']}: {len(results)} architectures, of which "
-        f"{counts['proved']} are proved, {counts['refused']} refused, {counts['wrong']} wrong, and "
-        f"{counts['not built']} not built."
-    )
-    others = [r for r in results if r.status != "proved"]
-    lines = ["| architecture | class | found | why |", "|---|---|---|---|"] if others else []
+def _statuses(on_torchax: Path) -> dict[tuple[str, str], str]:
+    lines = map(json.loads, on_torchax.read_text(encoding="utf-8").splitlines())
+    return {(line["library"], line["name"]): line["status"] for line in lines}
+
+
+def _jax(results: Sequence[Result], facts: Mapping[str, Any], torchax: Mapping[tuple[str, str], str]) -> str:
+    """Return what was found on the JAX engine: the totals, torchax's beside them, and each architecture that was not
+    proved."""
+    counts, built = totals(results), [r for r in results if r.built]
+    exported = [r for r in built if r.status != "not exported"]
+    theirs, beside = [Counter(torchax.get((r.library, r.name)) for r in group) for group in (built, exported)]
+    lines = [
+        f"Run of {facts['date']} with jax {facts['versions']['jax']}, of {len(results)} architectures:",
+        "",
+        "| | shardlib | torchax 0.0.13 |",
+        "|---|---|---|",
+        f"| built and trained on one device by torch | {len(built)} | {sum(theirs.values()) - theirs[None]} taken up |",
+        f"| exported by `torch.export` | {len(exported)} | |",
+        f"| right, of those exported | {counts['proved']} ({_share(counts['proved'], len(exported))}) "
+        f"| {beside['right']} ({_share(beside['right'], sum(beside.values()) - beside[None])} of those taken up) |",
+        f"| numbers differ | {counts['wrong']} | {theirs['wrong']} |",
+        f"| refused by an error | {counts['refused']} | {theirs['error']} |",
+        f"| not exported, and right on torchax | | {theirs['right'] - beside['right']} |",
+        "",
+        "shardlib's are right where a training step is that of one device on all three meshes, to the last digits of "
+        "float64; torchax's where loss and gradients are on one device, to a millionth of the largest gradient.",
+    ]
+    others = [r for r in built if r.status != "proved"]
+    lines += ["", "| architecture | class | found | why |", "|---|---|---|---|"] if others else []
     lines += [f"| {r.name} ({r.library}) | {r.cls} | {r.status} | {_cell(r.error)} |" for r in others]
-    return "\n".join([head, "", *lines, ""])
+    return "\n".join([*lines, ""])
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{100 * part / max(whole, 1):.1f} %"
 
 
 def summary(results: Sequence[Result]) -> str:
@@ -145,7 +169,8 @@ moved away from their first values, so that no zero or one hides a difference.
 `shardlib census --engine jax` compares the same step of the same models on [`shardlib.jax`](jax.md) with torch on one
 device, on `tp=1`, `tp=2` and `dp=2,tp=2`. The column **JAX** has what it found, and is empty where an architecture was
 not run. Mixtures of experts compute `batched_mm` there. `python benchmarks/census.py --engine jax` runs all of
-transformers into `benchmarks/results/census_jax.jsonl`, and continues where it was stopped.
+transformers into `benchmarks/results/census_jax.jsonl`, and continues where it was stopped; then
+`python benchmarks/census_torchax.py` trains the same models on torchax, with the same batches.
 
 {jax}"""
 

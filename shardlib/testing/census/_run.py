@@ -44,6 +44,8 @@ Engine = Literal["torch", "jax"]
 MESHES = ("tp=2", "dp=2,tp=2")
 MESHES_OF: dict[str, tuple[str, ...]] = {"torch": MESHES, "jax": ("tp=1", *MESHES)}
 _OF_TYPES = re.compile(r"dtype|[Ff]loat|without overflow")  # errors that may be those of code that takes no float64
+_NOT_EXPORTED = re.compile(r"cannot be exported|cannot be compiled: its forward depends on values")  # by torch.export
+_INSTALLED = re.compile(r"\S*/site-packages/")  # a folder of this machine
 _BLOCK = re.compile(r".*?\.\d+\.")  # the start of a name, up to an element of a list
 
 
@@ -105,12 +107,15 @@ class Result:
 
     @property
     def status(self) -> str:
-        """ "not built", "proved", "wrong" (numbers differ), or "refused" (an error before there were numbers)."""
+        """ "not built", "proved", "wrong" (numbers differ), "refused" (an error before there were numbers), or
+        "not exported" (on JAX: `torch.export` refuses the model)."""
         if not self.built:
             return "not built"
         if self.proved and all(self.proved.values()):
             return "proved"
-        return "wrong" if self.error.startswith("differs") else "refused"
+        if self.error.startswith("differs"):
+            return "wrong"
+        return "not exported" if self.engine == "jax" and _NOT_EXPORTED.search(self.error) else "refused"
 
     def __str__(self) -> str:
         line = f"{self.library} {self.name} ({self.cls}): {self.status}"
@@ -388,7 +393,7 @@ def _said(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     lines = [line for line in lines if not line.startswith(("Traceback (", 'File "'))]
     kept = lines[:1] if isinstance(error, HangError | RankDied) else lines[:3]
-    return f"{name}{' '.join(kept)}"[:300]
+    return f"{name}{_INSTALLED.sub('', ' '.join(kept))}"[:300]
 
 
 def _alone(entry: Entry, mesh: str) -> Result:

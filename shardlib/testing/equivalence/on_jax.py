@@ -196,8 +196,9 @@ class JaxRun:
             state = self.states[name]
             for key, own in self.steppers[name].state.items():
                 value = optax.tree_utils.tree_get(state, own)
-                tensor = self.fn.to_torch({name: value})[name] if value.ndim else _tensor(value)
-                found[f"{name}: {key}"] = tensor if value.ndim else tensor.to(_of_count())
+                is_count = own == "count"
+                tensor = _tensor(value).to(_of_count()) if is_count else self.fn.to_torch({name: value})[name]
+                found[f"{name}: {key}"] = tensor
         return found
 
     def off_plan(self) -> dict[str, str]:
