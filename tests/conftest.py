@@ -22,8 +22,6 @@ from tests.torchvision_on_cpu import import_torchvision
 _COMPILER_IS_OFF = "TORCHDYNAMO_DISABLE"
 os.environ[_COMPILER_IS_OFF] = "1"
 _READ_PATHS = "test_equivalence", "test_documents"
-# XLA then compiles in a third of the time (jaxlib 0.10.2), and runs no slower what is so small.
-os.environ["XLA_FLAGS"] = "--xla_cpu_use_fusion_emitters=false"
 
 
 @pytest.fixture(autouse=True)

@@ -11,6 +11,7 @@ import importlib
 import multiprocessing
 import os
 from collections.abc import Callable
+from importlib import metadata
 from typing import Any
 
 from shardlib.errors import ShardlibError
@@ -23,6 +24,8 @@ _FLAGS = (
     "--xla_force_host_platform_device_count={count} --xla_backend_optimization_level=0 "
     "--xla_llvm_disable_expensive_passes=true"
 )
+# XLA compiles in a third of the time without them, and newer ones have no other way and no such flag.
+_WITHOUT_FUSION_EMITTERS, _UNTIL = " --xla_cpu_use_fusion_emitters=false", (0, 10)
 _WARM: dict[int, Ranks] = {}
 
 
@@ -41,6 +44,11 @@ def on_devices(count: int, fn: Callable[..., Any], *args: Any, timeout: float = 
     return _WARM[have].run(_call, have, fn, args, timeout=timeout)[0]
 
 
+def _flags() -> str:
+    known = tuple(int(part) for part in metadata.version("jaxlib").split(".")[:2])
+    return _FLAGS + _WITHOUT_FUSION_EMITTERS * (known <= _UNTIL)
+
+
 @atexit.register
 def _close() -> None:
     for pool in _WARM.values():
@@ -53,9 +61,11 @@ def _call(count: int, fn: Callable[..., Any], args: Any) -> Any:
     multiprocessing.set_start_method("fork", force=True)
     # Two programs under way at once, on several devices and few cores, can wait for each other's threads.
     os.environ.update(JAX_PLATFORMS="cpu", JAX_CPU_ENABLE_ASYNC_DISPATCH="false")
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAGS.format(count=count)}"  # the last one counts
     importlib.import_module("shardlib.jax")  # which says what to do where JAX is missing
     import jax
+
+    # Read at its first computation; the last one counts.
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_flags().format(count=count)}"
 
     jax.config.update("jax_enable_x64", True)
     if len(jax.devices()) != count:
