@@ -32,6 +32,10 @@ from shardlib.jax.rules import refuse_settings
 
 __all__ = ["Compiled", "as_call", "compile_model", "structure_of"]
 
+_UNDER_AUTO = (
+    "Call it under axes of type Auto: "
+    'jax.sharding.auto_axes(fn, out_sharding=jax.P("dp"))(params, x), with the sharding that the result has.'
+)
 assert _lowerings  # importing it filled the table
 Arrays = dict[str, Any]
 
@@ -254,7 +258,7 @@ class Compiled:
     def _run(
         self, params: Arrays, buffers: Arrays, args: tuple[Any, ...], kwargs: dict[str, Any], rng: Any
     ) -> tuple[Any, Arrays]:
-        refuse_explicit("A compiled model")
+        refuse_explicit("A compiled model", _UNDER_AUTO)
         arrays = self._checked(params, buffers)
         leaves, structure = _flat_arguments(args, kwargs)
         graph = self._graph(leaves, structure)

@@ -7,21 +7,23 @@ from typing import Any
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import NamedSharding, PartitionSpec, get_abstract_mesh
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, get_abstract_mesh, reshard
 
 from shardlib.errors import InputError
 
-__all__ = ["REDISTRIBUTED", "constrained", "redistributed", "refuse_explicit"]
+__all__ = ["REDISTRIBUTED", "constrained", "is_explicit", "redistributed", "refuse_explicit"]
 
 
 def constrained(value: Any, sharding: NamedSharding) -> Any:
     """Constrain a value to a sharding, but for mesh axes that are manual where this runs.
 
     Inside `shard_map`, a value is the local one, and global over the other axes alone. `pmap` is a `shard_map` over an
-    axis of its own.
+    axis of its own. Where axes are Explicit, the value is of that type then.
     """
     here = _here(sharding)
-    return value if here is None else lax.with_sharding_constraint(value, here)
+    if here is None:
+        return value
+    return (reshard if get_abstract_mesh().explicit_axes else lax.with_sharding_constraint)(value, here)
 
 
 def redistributed(value: Any, there: NamedSharding, back: NamedSharding) -> Any:
@@ -32,13 +34,17 @@ def redistributed(value: Any, there: NamedSharding, back: NamedSharding) -> Any:
     return _redistributed.bind(value, there=forward, back=backward)
 
 
-def refuse_explicit(call: str) -> None:
+def is_explicit(mesh: Any) -> bool:
+    """Return whether all axes of a mesh are of type Explicit, as those that `jax.make_mesh` makes."""
+    return bool(getattr(mesh, "axis_types", ())) and all(each is AxisType.Explicit for each in mesh.axis_types)
+
+
+def refuse_explicit(call: str, advice: str) -> None:
     """Refuse a mesh with axes of type Explicit that was set around a call."""
     if explicit := get_abstract_mesh().explicit_axes:
         raise InputError(
             f"{call} was called under a mesh whose axes {', '.join(map(str, explicit))} are Explicit, and leaves "
-            "layouts of activations to XLA's partitioner. Call it under axes of type Auto: "
-            'jax.sharding.auto_axes(fn, out_sharding=jax.P("dp"))(params, x), with the sharding that the result has.'
+            f"layouts of activations to XLA's partitioner. {advice}"
         )
 
 
@@ -46,7 +52,8 @@ def _here(sharding: NamedSharding) -> NamedSharding | None:
     """Return a sharding without the axes that are manual, or None if no axis is left."""
     context = get_abstract_mesh()
     if not context.manual_axes:
-        return sharding
+        same = context.axis_names == sharding.mesh.axis_names  # whose axes may be of another type
+        return NamedSharding(context, sharding.spec, memory_kind=sharding.memory_kind) if same else sharding
     free = {name for name in context.auto_axes if dict(sharding.mesh.shape).get(name) == dict(context.shape)[name]}
     if not free:
         return None

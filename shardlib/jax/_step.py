@@ -6,6 +6,7 @@ import functools
 import math
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,9 +16,10 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from shardlib._mesh_shape import MeshShape
 from shardlib._plan import LossScale, RulesLike, Transform
 from shardlib.errors import InputError, check_flags
-from shardlib.jax._context import refuse_explicit
+from shardlib.jax._context import constrained, is_explicit, refuse_explicit
 from shardlib.jax._mesh import shape_of
 from shardlib.jax._phases import OfModel, OfRules, Phases
 from shardlib.rules.trees import name_of_path
@@ -72,7 +74,9 @@ def train_step(
         optimizer: a transformation of optax.
         rules: rules on the paths of a tree of parameters, as of `shard_params`; or the function that `compile_model`
             returned, whose plan lays the parameters out.
-        mesh: a JAX mesh, for rules; a compiled model has its own.
+        mesh: a JAX mesh, for rules; a compiled model has its own. Where its axes are of type Explicit, as those of
+            `jax.make_mesh`, `loss_fn` gets arrays of such types: parameters as they are computed with, and the batch
+            as it is given, or with its rows over the data axes. What it returns as aux is replicated.
         transforms: a function from plan to plan, or several, for rules: `zero(1)`, `zero(2)`, `zero(3)`, `fsdp()`,
             `hsdp()`, and `precision("bf16")`, whose master copy is the state's array. Where the axes that they add
             divide no dim of an array, it is not split over these axes.
@@ -140,7 +144,8 @@ def _phases_of(rules: Any, mesh: Mesh | None, transforms: Any) -> Phases:
         return OfModel(rules)
     if mesh is None:
         raise InputError('train_step was given rules and no mesh; give one, as shardlib.jax.make_mesh("dp=2,tp=4").')
-    shape_of(mesh)
+    if not is_explicit(mesh):
+        shape_of(mesh)
     return OfRules(rules, mesh, transforms)
 
 
@@ -198,6 +203,7 @@ class TrainStep:
         self._accumulate, self._clip, self._scale, self._remat = accumulate, clip, scale, remat
         self._donated = (0,) if donate else ()
         self._jitted: dict[Any, Any] = {}
+        self._shape, self._explicit = MeshShape.of(phases.mesh), is_explicit(phases.mesh)
 
     def init(self, params: Any, buffers: Any = None) -> TrainState:
         """Return the first state, sharded: copies of the parameters, and the optimizer's state.
@@ -207,9 +213,13 @@ class TrainStep:
                 returned.
             buffers: a tree of arrays, for `has_buffers`.
         """
+        self._check_context()
         shardings = self._shardings(params, buffers)
         placed = self._phases.placed(params)
-        opt_state = jax.jit(self._optimizer.init, out_shardings=shardings.opt_state)(placed)
+        with self._context():
+            init = self._optimizer.init
+            init = self._auto(init, shardings.opt_state) if self._explicit else init
+            opt_state = jax.jit(init, out_shardings=shardings.opt_state)(placed)
         kept = jax.tree.map(lambda leaf, s: jax.device_put(leaf, s, may_alias=False), buffers, shardings.buffers)
         return jax.device_put(TrainState(_ZERO, placed, opt_state, kept, self._first_scale(params)), shardings)
 
@@ -239,7 +249,8 @@ class TrainStep:
         """
         program = self._program(state)
         try:
-            return program(state, batch, rng)
+            with self._context():
+                return program(state, batch, rng)
         except (RuntimeError, ValueError) as error:
             if any(getattr(leaf, "is_deleted", bool)() for leaf in jax.tree.leaves(state)):
                 raise InputError(
@@ -250,7 +261,9 @@ class TrainStep:
 
     def lower(self, state: TrainState, batch: Any, *, rng: Any = None) -> Any:
         """Lower the step for arrays or shapes, as `jax.jit(...).lower` does; `.compile()` then compiles it."""
-        return self._program(state).lower(state, batch, rng)
+        program = self._program(state)
+        with self._context():
+            return program.lower(state, batch, rng)
 
     def _program(self, state: Any) -> Any:
         """Return the jitted step for states of this structure.
@@ -258,7 +271,7 @@ class TrainStep:
         It has shardings of results: with constraints inside instead, XLA's spelling of a sharding would differ from
         ours, and the second step would be compiled anew.
         """
-        refuse_explicit("A training step")
+        self._check_context()
         if manual := jax.sharding.get_abstract_mesh().manual_axes:
             raise InputError(
                 f"The step was called inside shard_map or pmap, over {', '.join(map(str, manual))}; it divides the "
@@ -271,8 +284,36 @@ class TrainStep:
         structure = jax.tree.structure(state)
         if structure not in self._jitted:
             shardings = self._shardings(state.params, state.buffers), None
-            self._jitted[structure] = jax.jit(self._update, donate_argnums=self._donated, out_shardings=shardings)
+            if self._explicit:
+                update = functools.partial(self._typed_update, shardings)
+                self._jitted[structure] = jax.jit(update, donate_argnums=self._donated)
+            else:
+                self._jitted[structure] = jax.jit(self._update, donate_argnums=self._donated, out_shardings=shardings)
         return self._jitted[structure]
+
+    def _check_context(self) -> None:
+        if not self._explicit:
+            advice = "Give this mesh to train_step with rules, or leave jax.set_mesh out."
+            refuse_explicit("A training step on axes of type Auto", advice)
+
+    def _context(self) -> AbstractContextManager[Any]:
+        mesh = self._phases.mesh
+        return jax.sharding.use_abstract_mesh(mesh.abstract_mesh) if self._explicit else nullcontext()
+
+    def _auto(self, fn: Callable[..., Any], shardings: Any) -> Callable[..., Any]:
+        """Return a function with Explicit axes outside, and inside axes of type Auto, as the step's own code has."""
+        specs = jax.tree.map(lambda s: PartitionSpec() if s is None else s.spec, shardings, is_leaf=lambda s: s is None)
+        return jax.sharding.auto_axes(fn, out_sharding=specs)  # type: ignore[no-any-return]
+
+    def _typed_update(self, shardings: Any, state: TrainState, batch: Any, rng: Any) -> Any:
+        update = functools.partial(self._update, types=jax.tree.map(self._type_of, batch))
+        return self._auto(update, shardings)(state, batch, rng)
+
+    def _type_of(self, leaf: Any) -> PartitionSpec:
+        """Return the axes of an array of the batch: as it is given, or else rows over the data axes."""
+        spec = PartitionSpec(*getattr(jax.typeof(leaf).sharding, "spec", ()))
+        rows = jnp.ndim(leaf) and leaf.shape[0] % (self._accumulate * self._shape.data_ranks) == 0
+        return PartitionSpec(self._shape.data_axes) if rows and not any(spec) else spec
 
     def _check_buffers(self, buffers: Any) -> None:
         if (buffers is not None) != self._takes.buffers:
@@ -315,11 +356,14 @@ class TrainStep:
 
     # --- a step -----------------------------------------------------------------------------------------------------
 
-    def _update(self, state: TrainState, batch: Any, rng: Any) -> tuple[TrainState, dict[str, Any]]:
+    def _update(
+        self, state: TrainState, batch: Any, rng: Any, *, types: Any = None
+    ) -> tuple[TrainState, dict[str, Any]]:
+        """Make an update. `types` has the axes of the batch's arrays, where the loss is of Explicit types."""
         import optax
 
-        found, grads = self._gradients(state, batch, rng)
-        grads = lax.with_sharding_constraint(grads, self._phases.shardings(state.params, "grad"))
+        found, grads = self._gradients(state, batch, rng, types)
+        grads = _all_constrained(grads, self._phases.shardings(state.params, "grad"))
         metrics = {"loss": found.loss, "aux": found.aux, "count": found.count}
         finite = None if state.scale is None else _all_finite(grads)
         if self._clip is not None:
@@ -339,18 +383,17 @@ class TrainStep:
         metrics = {name: value for name, value in metrics.items() if value is not None}
         return new, metrics
 
-    def _gradients(self, state: TrainState, batch: Any, rng: Any) -> tuple[_Found, Any]:
+    def _gradients(self, state: TrainState, batch: Any, rng: Any, types: Any) -> tuple[_Found, Any]:
         """Return what the loss found in the whole batch, and the gradients of its mean."""
         factor = None if state.scale is None else state.scale["scale"]
-        differentiated = jax.value_and_grad(self._loss, has_aux=True)
+        differentiated = jax.value_and_grad(functools.partial(self._loss, types), has_aux=True)
 
         def of(buffers: Any, batch: Any, rng: Any) -> tuple[_Found, Any]:
             (_, found), grads = differentiated(state.params, buffers, batch, rng, factor)
             return found, grads
 
-        data = shape_of(self._phases.mesh).data_axes
         if self._accumulate == 1:
-            found, grads = of(state.buffers, self._rows_over(batch, data, 0), rng)
+            found, grads = of(state.buffers, self._rows_over(batch, 0), rng)
             count = found.count
         else:
             found, grads = self._summed(of, state, batch, rng)
@@ -371,27 +414,39 @@ class TrainStep:
             micro = jax.tree.unflatten(structure, [n if r is None else r for r, n in zip(rows, numbers, strict=True)])
             found, grads = of(buffers, micro, None if rng is None else jax.random.fold_in(rng, index))
             sums = jax.tree.map(lambda total, grad: total + grad.astype(total.dtype), sums, grads)
-            sums = lax.with_sharding_constraint(sums, grad_shardings)
+            sums = _all_constrained(sums, grad_shardings)
             return (found.buffers, sums), (found.loss, found.count, found.aux)
 
         grad_shardings = self._phases.shardings(state.params, "grad")
         zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, _wide(p.dtype)), state.params)
-        zeros = lax.with_sharding_constraint(zeros, grad_shardings)
+        zeros = _all_constrained(zeros, grad_shardings)
         each = jnp.arange(self._accumulate), arrays
         (buffers, sums), (losses, counts, aux) = lax.scan(one, (state.buffers, zeros), each)
         count = None if counts is None else counts.sum()
         return _Found(losses.sum(), count, buffers, aux), sums
 
-    def _loss(self, params: Any, buffers: Any, batch: Any, rng: Any, factor: Any) -> tuple[Any, _Found]:
+    def _loss(self, types: Any, params: Any, buffers: Any, batch: Any, rng: Any, factor: Any) -> tuple[Any, _Found]:
         def called(params: Any, buffers: Any, batch: Any, rng: Any) -> Any:
             args = (buffers, batch) if self._takes.buffers else (batch,)
             key = {} if rng is None else {"rng": rng}
-            return self._loss_fn(self._phases.values(params), *args, **key)
+            loss_fn = self._loss_fn if types is None else self._typed_loss(types, params, buffers)
+            return loss_fn(self._phases.values(params), *args, **key)
 
         if self._remat is not None:
             called = jax.checkpoint(called, policy=self._remat)
         found = _read(called(params, buffers, batch, rng), self._takes, buffers)
         return found.loss if factor is None else found.loss * factor, found
+
+    def _typed_loss(self, types: Any, params: Any, buffers: Any) -> Callable[..., Any]:
+        """Return the loss function with axes of type Explicit inside, and of type Auto outside."""
+        weights = jax.tree.map(lambda sharding: sharding.spec, self._phases.shardings(params, "compute"))
+        kept = [jax.tree.map(lambda _: PartitionSpec(), buffers)] if self._takes.buffers else []
+
+        def called(*args: Any, **key: Any) -> Any:
+            specs = (weights, *kept, types), jax.tree.map(lambda _: PartitionSpec(), key)
+            return jax.sharding.explicit_axes(lambda a, k: self._loss_fn(*a, **k), in_sharding=specs)(args, key)
+
+        return called
 
     def _divided(self, batch: Any) -> tuple[list[Any], list[Any], Any]:
         """Return the leaves with rows in microbatches, those without rows, and the structure of the batch."""
@@ -413,18 +468,19 @@ class TrainStep:
                 )
             arrays.append(leaf.reshape(-1, n, *leaf.shape[1:]).swapaxes(0, 1) if jnp.ndim(leaf) else None)
             numbers.append(None if jnp.ndim(leaf) else leaf)
-        return self._rows_over(arrays, shape_of(self._phases.mesh).data_axes, 1), numbers, structure
+        return self._rows_over(arrays, 1), numbers, structure
 
-    def _rows_over(self, batch: Any, axes: tuple[str, ...], dim: int) -> Any:
+    def _rows_over(self, batch: Any, dim: int) -> Any:
         """Divide rows over the data axes, where these divide them; other dims are the partitioner's."""
-        ranks = shape_of(self._phases.mesh).data_ranks
+        axes, ranks = self._shape.data_axes, self._shape.data_ranks
+        mesh = jax.sharding.get_abstract_mesh() if self._explicit else self._phases.mesh  # of type Auto here
 
         def divide(leaf: Any) -> Any:
             if jnp.ndim(leaf) <= dim or leaf.shape[dim] % ranks or not axes:
                 return leaf
             free = [PartitionSpec.UNCONSTRAINED] * (leaf.ndim - dim - 1)
             spec = PartitionSpec(*[None] * dim, axes, *free)
-            return lax.with_sharding_constraint(leaf, NamedSharding(self._phases.mesh, spec))
+            return constrained(leaf, NamedSharding(mesh, spec))
 
         return jax.tree.map(divide, batch)
 
@@ -434,6 +490,10 @@ _ZERO = np.zeros((), np.int32)
 
 def _trainable(dtype: Any) -> bool:
     return bool(jnp.issubdtype(dtype, jnp.inexact)) if not hasattr(dtype, "is_floating_point") else True
+
+
+def _all_constrained(tree: Any, shardings: Any) -> Any:
+    return jax.tree.map(constrained, tree, shardings)
 
 
 def _wide(dtype: Any) -> Any:

@@ -336,6 +336,80 @@ def _added_axes_go_to_a_dim_that_they_divide() -> None:
     assert specs == {"table": "P(None, 'dp')", "odd": "P(None, None)", "tiny": "P()", "even": "P('dp', None)"}, specs
 
 
+# --- axes of type Explicit --------------------------------------------------------------------------------------------
+
+
+def _explicit() -> jax.sharding.Mesh:
+    return jax.make_mesh((2, 4), ("dp", "tp"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+
+
+_MLP = {"up": {"kernel": "in out@tp"}, "down": {"kernel": "in@tp out"}}
+_MLP_RULES: dict[str, Any] = {f"{name}.kernel": layout["kernel"] for name, layout in _MLP.items()}
+
+
+def _mlp() -> dict[str, Any]:
+    return {"up": {"kernel": _normal(3, 4, 16)}, "down": {"kernel": _normal(4, 16, 4)}}
+
+
+def _mlp_loss(params: Any, batch: Any, hidden: Any = None, out: Any = None) -> Any:
+    """In plain JAX, or with the types of hidden values and outputs."""
+    x = jnp.tanh(jnp.dot(batch["x"], params["up"]["kernel"], out_sharding=hidden))
+    return jnp.square(jnp.dot(x, params["down"]["kernel"], out_sharding=out) - batch["y"]).mean()
+
+
+def _spec(array: Any) -> jax.P:
+    return jax.typeof(array).sharding.spec
+
+
+@_check
+def _a_loss_of_explicit_types_on_a_mesh_of_such_axes() -> None:
+    def typed(params: Any, batch: Any) -> Any:
+        specs = [_spec(array) for array in (params["up"]["kernel"], params["down"]["kernel"], batch["x"])]
+        assert specs == [jax.P(None, "tp"), jax.P("tp", None), jax.P("dp", None)], specs
+        return _mlp_loss(params, batch, jax.P("dp", "tp"), jax.P("dp"))
+
+    adamw, clipped = optax.adamw(1e-2), optax.chain(optax.clip_by_global_norm(0.3), optax.adamw(1e-2))
+    policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+    for transform in (sl.zero(1), sl.zero(3)):
+        for others in ({"accumulate": 2, "remat": policy}, {"loss_scale": 8.0}):
+            step = sj.train_step(
+                typed,
+                adamw,
+                _MLP_RULES,
+                _explicit(),
+                transforms=[transform],
+                clip=0.3,
+                **others,  # type: ignore[arg-type]
+            )
+            state = _same(step, _mlp(), [_batch(), _batch()], _mlp_loss, clipped)
+            assert state.opt_state[0].mu["up"]["kernel"].sharding.spec == jax.P("dp", "tp")
+
+
+@_check
+def _a_batch_keeps_its_explicit_types_and_aux_is_replicated() -> None:
+    def typed(params: Any, buffers: Any, batch: Any, rng: Any) -> Any:
+        assert _spec(batch["x"]) == jax.P(None, "dp") and _spec(batch["y"]) == jax.P("dp", None)
+        x = jax.sharding.reshard(batch["x"], jax.P("dp"))
+        loss = _mlp_loss(params, {**batch, "x": x}, jax.P("dp", "tp"), jax.P("dp"))
+        return loss, ({"seen": buffers["seen"] + 1.0}, {"x": x, "drawn": jax.random.normal(rng, ())})
+
+    mesh = _explicit()
+    step = sj.train_step(typed, optax.sgd(0.1), _MLP_RULES, mesh, has_buffers=True, has_aux=True)
+    batch = {**_batch(), "factor": 2.0}
+    given = {**batch, "x": jax.device_put(batch["x"], jax.NamedSharding(mesh, jax.P(None, "dp")))}
+    with jax.set_mesh(mesh):
+        state = step.init(_mlp(), {"seen": jnp.zeros(())})
+        state, metrics = step(state, given, rng=jax.random.key(0))
+        stacked = jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], given)
+        one = functools.partial(step, rng=jax.random.key(0))
+        state, _ = jax.jit(lambda state, batches: jax.lax.scan(one, state, batches))(state, stacked)
+    _close(metrics["loss"], _mlp_loss(_mlp(), batch))
+    _close(metrics["aux"]["x"], batch["x"])
+    _close(metrics["aux"]["drawn"], jax.random.normal(jax.random.key(0), ()))
+    assert float(state.buffers["seen"]) == 2 and state.params["up"]["kernel"].sharding.spec == jax.P(None, "tp")
+    assert metrics["aux"]["x"].sharding.is_fully_replicated
+
+
 # --- refusals -------------------------------------------------------------------------------------------------------
 
 

@@ -15,7 +15,11 @@ def test_a_transform_makes_of_it_what_it_makes_of_the_model_by_hand(check: str):
 WORDS = {
     "symbolic": ("InputError", "symbolic shape (rows, 8)", "jax.export.export(jax.jit(fn))(fn.abstract(), "),
     "explicit": ("InputError", "whose axes dp, tp are Explicit", "jax.sharding.auto_axes(fn, out_sharding="),
-    "explicit step": ("InputError", "A training step was called under a mesh"),
+    "explicit step": (
+        "InputError",
+        "A training step on axes of type Auto was called under a mesh",
+        "Give this mesh to train_step",
+    ),
     "mapped step": ("InputError", "inside shard_map or pmap, over dp, tp", "Call it outside"),
 }
 
