@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
@@ -485,12 +486,13 @@ def _hardtanh(x: Any, min_val: float = -1, max_val: float = 1) -> Any:
 
 @lowering("aten::hardsigmoid.default", elementwise=True)
 def _hardsigmoid(x: Any) -> Any:
-    return _between(x + 3, 0, 6, flat_at_bounds=True) / 6
+    # torch's slope (2.13) is the float32 next to 1/6, in float64 too.
+    return scale_gradient(_between(x + 3, 0, 6, flat_at_bounds=True) / 6, float(np.float32(1 / 6)) * 6)
 
 
 @lowering("aten::hardswish.default", elementwise=True)
 def _hardswish(x: Any) -> Any:
-    return x * _hardsigmoid(x)
+    return x * (_between(x + 3, 0, 6, flat_at_bounds=True) / 6)
 
 
 @lowering("aten::gelu.default", elementwise=True)
