@@ -472,6 +472,13 @@ CASES: list[Call] = [
     _call(aten._native_batch_norm_legit_no_training.default, IMAGE, V, V, V, P[0], 0.1, 1e-5),
     _call(aten._native_batch_norm_legit.no_stats, IMAGE, V, None, True, 0.1, 1e-5),
     _call(aten.batch_norm.default, IMAGE, V, V, V, P[0], False, 0.1, 1e-5, True),
+    # images resized with antialiasing: smaller, larger, by a factor that is not the quotient, at aligned corners
+    *(
+        _call(getattr(aten, f"_upsample_{name}2d_aa").default, IMAGE, size, corners, *factors)
+        for name in ("bilinear", "bicubic", "lanczos")
+        for size, corners, factors in (([2, 11], False, ()), ([3, 3], False, (0.65, 0.6)), ([3, 9], True, ()))
+        if not (name == "lanczos" and corners)  # torch has none
+    ),
     # convolutions, pooling
     _call(aten.conv2d.default, IMAGE, KERNEL, _numbers(6), [2, 1], [1, 0], [1, 2]),
     _call(aten.conv2d.padding, IMAGE, KERNEL, None, [1, 1], "same"),

@@ -14,6 +14,7 @@ from shardlib.jax._lowerings import (
     random,
     recurrent,
     reduce,
+    resize,
     views,
 )
 
@@ -29,5 +30,6 @@ __all__ = [
     "random",
     "recurrent",
     "reduce",
+    "resize",
     "views",
 ]

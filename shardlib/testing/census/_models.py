@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -127,11 +128,21 @@ def build(entry: Entry) -> nn.Module:
     """
     _quiet()
     made = _made(entry)
+    _stop_dropping(made)
     with torch.no_grad():
         for parameter in made.parameters():  # away from where they start (0 and 1), which hides mistakes
             if parameter.is_floating_point():
                 parameter.add_(torch.randn_like(parameter), alpha=0.05)
     return made.train()  # type: ignore[no-any-return]
+
+
+def _stop_dropping(model: nn.Module) -> None:
+    """Set every rate of dropout to zero, also those that no argument or configuration sets."""
+    for module in model.modules():
+        for name, value in vars(module).items():
+            is_rate = "drop" in name or (name == "p" and re.search("Drop|StochasticDepth", type(module).__name__))
+            if is_rate and isinstance(value, float):
+                setattr(module, name, 0.0)
 
 
 def _made(entry: Entry) -> nn.Module:

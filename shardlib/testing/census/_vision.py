@@ -59,7 +59,7 @@ def small_model(library: str, name: str) -> nn.Module:
             except Exception as error:  # each family refuses arguments in its own way
                 refused = error
                 continue
-            return _without_randomness(model)
+            return model
     assert refused is not None
     raise refused
 
@@ -98,14 +98,6 @@ def _built_with(cls: type[nn.Module], arguments: Mapping[str, Any]) -> Iterator[
         yield
     finally:
         cls.__init__ = own  # type: ignore[method-assign]
-
-
-def _without_randomness(model: nn.Module) -> nn.Module:
-    for module in model.modules():
-        for name in ("p", "drop_prob"):
-            if isinstance(getattr(module, name, None), float):
-                setattr(module, name, 0.0)
-    return model
 
 
 def images(model: nn.Module, extra: str, step: int) -> dict[str, torch.Tensor]:
