@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any
 from shardlib import layouts
 from shardlib._mesh_shape import MeshLike, MeshShape
 from shardlib._plan.experts import check_experts, expert_notes
+from shardlib._plan.laid_out import find_blocks, rows_of
 from shardlib._plan.memory import Blocks
-from shardlib._plan.rows import Row
-from shardlib._plan.units import find_repeated, find_units, unit_of
+from shardlib._plan.units import find_repeated, find_units
 from shardlib._plan.value import Plan
 from shardlib.errors import PlanError
-from shardlib.rules import Rules, Stage, TensorLayout
-from shardlib.rules._model import is_layer
+from shardlib.rules import Rules, Stage
 from shardlib.rules._tree_node import TreeNode
 from shardlib.rules.stages import Weigh, read_stages, resolve_stages
 
@@ -66,10 +65,9 @@ def make_plan(
     shape = _known_sizes(MeshShape.of(mesh))
     rule_set = layouts.for_model(model) if rules is None else as_rules(rules)
     resolution = rule_set.resolve(model, shape)
-    blocks, units = _find_blocks(model), find_units(model)
+    blocks, units = find_blocks(model), find_units(model)
     stages = _find_stages(rule_set, model, shape, weigh)
-    known, gathered = frozenset(units), frozenset(shape.data_axes).difference(shape.expert_axes)
-    rows = tuple(_row(tensor, gathered, known) for tensor in resolution.tensors.values())
+    rows = rows_of(resolution, shape, units)
     if not isinstance(model, TreeNode):  # of a tree of JAX, experts are a dim like any other
         check_experts(model, rows, resolution.borders.values(), shape)
     made = Plan(
@@ -136,22 +134,6 @@ def _find_stages(rules: Rules, model: nn.Module, mesh: MeshShape, weigh: Weigh |
     return resolve_stages(named, model, ranks, weigh) if named is not None and ranks > 1 else ()
 
 
-def _find_blocks(model: nn.Module) -> Blocks | None:
-    """Return the `ModuleList` with most parameters, if there is one with at least two blocks."""
-    lists = {name: m for name, m in model.named_modules() if is_layer(m, "ModuleList") and len(m) > 1}
-    if not lists:
-        return None
-    prefix, module = max(lists.items(), key=lambda item: sum(p.numel() for p in item[1].parameters()))
-    names = [name for name, _ in _named_tensors(model)]
-    inside = [i for i, name in enumerate(names) if name.startswith(f"{prefix}.")]
-    return Blocks(prefix, len(module), tuple(names[inside[-1] + 1 :]) if inside else ())
-
-
-def _named_tensors(model: nn.Module) -> Any:
-    yield from model.named_parameters(remove_duplicate=False)
-    yield from model.named_buffers(remove_duplicate=False)
-
-
 def _known_sizes(shape: MeshShape) -> MeshShape:
     if -1 in shape.sizes:
         raise PlanError(
@@ -159,37 +141,6 @@ def _known_sizes(shape: MeshShape) -> MeshShape:
             f'MeshShape("{shape}").resolve(number_of_processes).'
         )
     return shape
-
-
-def _row(tensor: TensorLayout, gathered: frozenset[str], units: frozenset[str]) -> Row:
-    """Return the row of a tensor; the axes `gathered` do not split it in computation."""
-    layout = tensor.layout
-    trained = tensor.kind == "parameter" and tensor.requires_grad
-    return Row(
-        name=tensor.name,
-        kind=tensor.kind,
-        global_shape=tuple(tensor.global_shape),
-        dtype=tensor.dtype,
-        requires_grad=tensor.requires_grad,
-        persistent=tensor.persistent,
-        tied=tensor.tied,
-        stored=layout,
-        compute=layout.with_axes_dropped(gathered),
-        grad=layout if trained else None,
-        state=layout if trained else None,
-        rule=tensor.rule,
-        note=_note(tensor),
-        reshard=layout.axes.isdisjoint(gathered) or unit_of(tensor.tied, units) != "",
-    )
-
-
-def _note(tensor: TensorLayout) -> str:
-    words = [
-        tensor.note,
-        f"also {', '.join(tensor.tied[1:])}" if tensor.tied[1:] else "",
-        "frozen" if tensor.kind == "parameter" and not tensor.requires_grad else "",
-    ]
-    return "; ".join(word for word in words if word)
 
 
 def _notes(mesh: MeshShape, blocks: Blocks | None) -> tuple[str, ...]:

@@ -9,12 +9,18 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from shardlib._plan import changes, page, pictures, saved, text
+from shardlib._plan.found import read_dtensors
+from shardlib._plan.laid_out import find_blocks, rows_of
 from shardlib._plan.rows import Phase, Row
 from shardlib._plan.table import PlanTable
+from shardlib._plan.units import find_repeated, find_units
 from shardlib.errors import PlanError
 
 if TYPE_CHECKING:
     from rich.console import Group
+    from torch import nn
+
+    from shardlib._mesh_shape import MeshLike
 
 __all__ = ["Plan"]
 
@@ -121,6 +127,33 @@ class Plan(PlanTable):
             PlanError: the text is not a plan, or was written by a newer version.
         """
         return cls(**saved.load(source))
+
+    @classmethod
+    def of(cls, model: nn.Module, mesh: MeshLike | None = None) -> Plan:
+        """Read the plan of a model that something else sharded, from its DTensors. Other tensors are replicated.
+
+        Its table, `memory()` and `diff` show how the model is laid out, and what that costs beside a plan by rules.
+        A data axis that splits a DTensor, as that of `fully_shard`, splits it where it is stored and not in compute.
+        The state of an optimizer is taken to lie as its parameter. Of `shard_model`'s own, `get_plan` has the plan.
+
+        Args:
+            model: a module that `parallelize_module`, `fully_shard`, or a library above them sharded.
+            mesh: names and sizes of all axes; by default those of the DTensors' meshes, in which an axis that splits
+                nothing may be missing.
+
+        Raises:
+            MeshError: no DTensors and no mesh, a mesh without names, an axis of unknown kind.
+            LayoutError: placements that no layout has.
+
+        >>> from torch import nn
+        >>> print(Plan.of(nn.Linear(4, 8, bias=False), "dp=2")["weight"].stored)
+        out in
+        """
+        shape, rules = read_dtensors(model, mesh)
+        units = find_units(model)
+        rows = rows_of(rules.resolve(model, shape), shape, units)
+        named = (row.replace(rule=None, note="" if row.rule else "no DTensor") for row in rows)
+        return cls(shape, tuple(named), blocks=find_blocks(model), units=units, repeated=find_repeated(model))
 
     def picture(self, name: str, phase: Phase = "stored") -> str:
         """Draw a tensor and the local shards of ranks in a phase, with characters; see `Layout.picture`.
