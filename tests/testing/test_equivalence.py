@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 import shardlib as sl
 from shardlib import MeshShape, Rules
+from shardlib.engine._torch.trees import flatten_with_path
 from shardlib.engine.sharded import is_sharded
 from shardlib.errors import InputError, MeshError, RuleError
 from shardlib.testing import models
@@ -92,18 +93,27 @@ class Pair(UserList[Any]):
     """A container that its library registered without names for what it holds."""
 
 
+class Named(dict[str, Any]):
+    """A mapping that its library registered so, as diffusers' outputs are."""
+
+
 class Paired(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.mlp = mlp()
 
-    def forward(self, pair: Pair) -> Pair:
-        return Pair([self.mlp(pair[0]), pair[1]])
+    def forward(self, pair: Pair) -> tuple[Pair, Named]:
+        return Pair([self.mlp(pair[0]), pair[1]]), Named(sample=pair[1] * 2)
 
 
 def _register_pairs() -> None:
     if Pair not in pytree.SUPPORTED_NODES:
         pytree.register_pytree_node(Pair, lambda pair: (list(pair), None), lambda items, _: Pair(items))
+        pytree.register_pytree_node(
+            Named,
+            lambda found: (list(found.values()), list(found)),
+            lambda items, keys: Named(zip(keys, items, strict=True)),
+        )
 
 
 def _on_pairs() -> Report:
@@ -113,9 +123,20 @@ def _on_pairs() -> Report:
         lambda step: (Pair([rows(step), rows(step + 1)]),),
         "tp=2",
         {"mlp.0": "colwise", "mlp.2": "rowwise"},
-        loss=lambda model, batch: model(*batch)[0].square().mean(),
+        loss=lambda model, batch: model(*batch)[0][0].square().mean(),
         steps=1,
     )
+
+
+def _names_of_leaves() -> list[str]:
+    _register_pairs()
+    one, two, three = (torch.ones(1) for _ in range(3))
+    trees = (Named(sample=one), (Named(sample=one, pair=[two]), three), (Pair([one, two]), {"x": three}))
+    return ["".join(pytree.keystr(path) + " " for path, _ in flatten_with_path(tree)[0]) for tree in trees]
+
+
+def test_a_mapping_without_names_for_what_it_holds_has_those_of_a_dict(ranks):
+    assert ranks(1).run(_names_of_leaves)[0] == ["['sample'] ", "[0]['sample'] [0]['pair'][0] [1] ", "[0] [1] [2] "]
 
 
 def test_containers_that_have_no_names_for_what_they_hold(ranks):

@@ -118,13 +118,26 @@ def map_elements(change: Callable[[Any], Any], value: Any) -> Any:
 def flatten_with_path(tree: Any) -> tuple[list[tuple[Any, Any]], Any]:
     """Return the leaves of a tree with their paths, and its structure.
 
-    If a container was registered without names for what it holds, as those of diffusers are, the leaves are counted.
+    A mapping that was registered without names for what it holds, as those of diffusers are, has those of a dict; the
+    leaves of another such container are counted.
     """
     try:
         return pytree.tree_flatten_with_path(tree)
     except ValueError:
         leaves, structure = pytree.tree_flatten(tree)
-        return [((pytree.SequenceKey(i),), leaf) for i, leaf in enumerate(leaves)], structure
+    try:
+        named = pytree.tree_flatten_with_path(_as_dicts(tree))[0]
+    except ValueError:
+        named = []
+    if [id(leaf) for _, leaf in named] == [id(leaf) for leaf in leaves]:
+        return named, structure
+    return [((pytree.SequenceKey(i),), leaf) for i, leaf in enumerate(leaves)], structure
+
+
+def _as_dicts(tree: Any) -> Any:
+    if isinstance(tree, Mapping):
+        return {key: _as_dicts(value) for key, value in tree.items()}
+    return type(tree)(map(_as_dicts, tree)) if type(tree) in (list, tuple) else tree
 
 
 _LEAVES = (torch.Tensor, type(None), bool, int, float, str)
