@@ -44,7 +44,8 @@ Engine = Literal["torch", "jax"]
 MESHES = ("tp=2", "dp=2,tp=2")
 MESHES_OF: dict[str, tuple[str, ...]] = {"torch": MESHES, "jax": ("tp=1", *MESHES)}
 _OF_TYPES = re.compile(r"dtype|[Ff]loat|without overflow")  # errors that may be those of code that takes no float64
-_NOT_EXPORTED = re.compile(r"cannot be exported|cannot be compiled: its forward depends on values")  # by torch.export
+_OTHERWISE = "torch.export's program, run by torch, computes otherwise"
+_NOT_EXPORTED = re.compile(f"cannot be exported|cannot be compiled: its forward depends on values|{_OTHERWISE}")
 _INSTALLED = re.compile(r"\S*/site-packages/")  # a folder of this machine
 _BLOCK = re.compile(r".*?\.\d+\.")  # the start of a name, up to an element of a list
 
@@ -108,7 +109,7 @@ class Result:
     @property
     def status(self) -> str:
         """ "not built", "proved", "wrong" (numbers differ), "refused" (an error before there were numbers), or
-        "not exported" (on JAX: `torch.export` refuses the model)."""
+        "not exported" (on JAX: `torch.export` refuses the model, or makes another one of it)."""
         if not self.built:
             return "not built"
         if self.proved and all(self.proved.values()):
@@ -226,8 +227,38 @@ def _prove_on_jax(entry: Entry, meshes: Sequence[str], seconds: float) -> Result
         if tried.status == "wrong" and not result.upcast:
             again = _on_mesh(entry, dataclasses.replace(result, upcast=True), mesh, seconds)
             tried = again if again.proved.get(mesh) else tried
+        if tried.status == "wrong" and not _exported_alike(entry, result, seconds):
+            tried = dataclasses.replace(tried, error=f"{mesh}: {_OTHERWISE} than the model does")
         result = tried
     return result
+
+
+def _exported_alike(entry: Entry, result: Result, seconds: float) -> bool:
+    """Return whether a model's exported program, run by torch, gives the model's own loss."""
+    try:
+        return shared_pool(1).run(_same_loss, entry, result, timeout=seconds)[0]  # type: ignore[no-any-return]
+    except Exception:
+        return True
+
+
+def _same_loss(entry: Entry, result: Result) -> bool:
+    """Compare losses. Some code asks whether it is exported, and then masks or casts in another way."""
+    entry = dataclasses.replace(entry, share=result.share)
+    torch.manual_seed(0)
+    model = _Lossy(_models.build(entry).double(), _upcast_loss)
+    batch = cast(_models.batch(entry, result.labels, result.extra, 0), torch.float64)
+    program = torch.export.export(model, (batch,), strict=False).module()
+    loss, exported = model(batch), program(batch)
+    return torch.allclose(loss, exported, 1e-9, 1e-11)
+
+
+class _Lossy(nn.Module):
+    def __init__(self, model: nn.Module, loss: Callable[[nn.Module, Any], torch.Tensor]) -> None:
+        super().__init__()
+        self.model, self.loss = model, loss
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        return self.loss(self.model, batch)
 
 
 def _counted(entry: Entry, result: Result, mesh: str, seconds: float) -> Result:
