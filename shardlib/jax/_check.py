@@ -18,7 +18,7 @@ from shardlib.errors import InputError, MeshError
 from shardlib.jax._check_function import type_function
 from shardlib.jax._mesh import shape_of
 from shardlib.jax._places import folded, on_line, unnumbered
-from shardlib.jax._typer import Finding, Line, Typer
+from shardlib.jax._typer import Finding, TypedLine, Typer
 from shardlib.rules.trees import is_tree
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class LayoutReport:
     uneven: tuple[str, ...]
     ops: int
     modules: int
-    lines: tuple[Line, ...] = ()
+    lines: tuple[TypedLine, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -67,9 +67,8 @@ class LayoutReport:
     def __str__(self) -> str:
         verdict = f"{len(self.findings)} ambiguous or contradictory" if self.findings else "nothing ambiguous"
         costs = ", ".join(f"{n} {kind}{'s' * (n > 1)}" for kind, n in sorted(self.moved.items()) if n)
-        where = (
-            f"in {self.modules} modules" if self.modules else f"on {len({each.at.line for each in self.lines})} lines"
-        )
+        lines_of_code = len({each.line for each in self.lines})
+        where = f"in {self.modules} modules" if self.modules else f"on {lines_of_code} line{'s' * (lines_of_code != 1)}"
         lines = [
             f"{verdict}: {self.ops} ops {where} on {self.mesh.world_size:,} devices ({self.mesh})",
             f"{'forward' if self.modules else 'a call'}: {costs or 'nothing is moved'}",
@@ -175,7 +174,11 @@ def check_layouts(
     typed, moved = typer.typed, Counter[str]()
     for move, count in typed.moved.items():
         moved[move.kind] += count
-    findings, reshards, lines = tuple(typed.findings), tuple(typed.reshards), tuple(typed.lines.values())
+    findings, reshards, lines = (
+        tuple(typed.findings),
+        tuple(typed.reshards),
+        tuple(each.typed() for each in typed.lines.values()),
+    )
     return LayoutReport(shape, findings, reshards, dict(moved), uneven, typed.ops, modules, lines)
 
 
@@ -207,14 +210,10 @@ def _finding_data(finding: Finding) -> dict[str, Any]:
     return _said(where) | {"op": finding.op, "operands": operands, "conflict": finding.conflict}
 
 
-def _line_data(line: Line) -> dict[str, Any]:
-    place = line.at
-    where = {"at": unnumbered(place.line), "code": place.code, "module": folded(place.module)}
-    op = {} if place.line else {"op": place.op}
-    moved = {f"{kind} over {','.join(axes)}": count for (kind, axes), count in sorted(line.moved.items())}
-    passed = {"pass": "backward"} if place.backward else {}
-    found = {"parameter": line.parameter, "values": list(line.values), "moved": moved}
-    return _said({**where, **op, **passed, **found})
+def _line_data(line: TypedLine) -> dict[str, Any]:
+    where = {"at": unnumbered(line.line), "code": line.code, "module": line.module, "op": line.op}
+    passed = {"pass": "backward" if line.backward else ""}
+    return _said(where | passed | {"parameter": line.parameter, "values": list(line.values), "moved": line.moved})
 
 
 def _said(record: dict[str, Any]) -> dict[str, Any]:

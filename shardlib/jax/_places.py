@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import linecache
 import os
 import re
@@ -76,9 +77,9 @@ def in_module(eqn: Any, outer: Place) -> Place:
 
 
 def on_line(function: Any) -> Locate:
-    """Return what locates equations of a function on the innermost lines that no installed library has.
+    """Return what locates equations of a function on the innermost lines of its author.
 
-    The package of the function itself is no library.
+    These are lines of files that are not installed; if there are none, those of the function's own package.
     """
     own = (getattr(function, "__module__", None) or "").partition(".")[0]
 
@@ -107,8 +108,10 @@ def _line(traceback: Any, own: str) -> tuple[str, str] | None:
     """Return the line of a traceback, with its number and function, and its text."""
     info = source_info_util.SourceInfo(traceback, source_info_util.new_name_stack())
     found = map(_FRAME.fullmatch, reversed(source_info_util.summarize(info, _DEEPEST).splitlines()))
-    frames = [frame for frame in found if frame is not None and not frame["file"].startswith(_OURS)]
-    frame = next((each for each in frames if not _is_library(each["file"], own)), next(iter(frames), None))
+    inside = itertools.takewhile(lambda frame: not frame["file"].startswith(_OURS), filter(None, found))
+    frames = [(_installed_package(frame["file"]), frame) for frame in inside]
+    wanted = ([frame for package, frame in frames if package == each] for each in ("", own))
+    frame = next((those[0] for those in (*wanted, [frame for _, frame in frames]) if those), None)
     if frame is None:
         return None
     file, number, function = frame["file"], int(frame["line"]), frame["function"].replace("<locals>.", "")
@@ -118,10 +121,11 @@ def _line(traceback: Any, own: str) -> tuple[str, str] | None:
 _OURS = f"{Path(__file__).parents[1]}{os.sep}"
 
 
-def _is_library(file: str, own: str) -> bool:
+def _installed_package(file: str) -> str:
+    """Return the installed package that a file belongs to, or ""."""
     parts = PurePath(file).parts
     folder = next((name for name in ("site-packages", "dist-packages") if name in parts), None)
-    return folder is not None and parts[parts.index(folder) + 1].removesuffix(".py") != own
+    return "" if folder is None else parts[parts.index(folder) + 1].removesuffix(".py")
 
 
 def _relative(file: str) -> str:

@@ -126,7 +126,7 @@ def _scan(typer: Typer, eqn: Any, operands: list[Operand], at: Place) -> list[Op
         outs = one_round(carry)
     results = _met(typer, carry, outs[: len(carry)], eqn, at)
     rows = zip(eqn.outvars[len(carry) :], outs[len(carry) :], strict=True)
-    return [*results, *(Operand(var.aval, ((), *out.spec)) for var, out in rows)]
+    return [*results, *(Operand(var.aval, ((), *out.spec), out.parameter) for var, out in rows)]
 
 
 def _while(typer: Typer, eqn: Any, operands: list[Operand], at: Place) -> list[Operand]:

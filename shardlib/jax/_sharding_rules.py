@@ -14,6 +14,7 @@ from shardlib._mesh_shape import MeshShape
 __all__ = [
     "ADVISED",
     "KEEPS_A_PARAMETER",
+    "UNSHARDED",
     "Conflict",
     "Move",
     "Operand",
@@ -31,6 +32,9 @@ Spec = tuple[tuple[str, ...], ...]
 ADVISED = "{by the means at hand}"  # in advice: the typer writes how the program at hand is told a layout
 
 
+UNSHARDED = "computes with unsharded operands"  # a callback, or what neither JAX nor we can type
+
+
 class Move(NamedTuple):
     """A communication: "sum", "gather" or "exchange", over mesh axes."""
 
@@ -46,7 +50,8 @@ def moved(kind: str, axes: Iterable[str]) -> Counter[Move]:
 
 # The result is the same tensor, seen another way.
 KEEPS_A_PARAMETER = {
-    "convert_element_type", "transpose", "slice", "reshape", "squeeze", "broadcast_in_dim", "copy", "copy_p",
+    "convert_element_type", "transpose", "slice", "dynamic_slice", "reshape", "squeeze", "broadcast_in_dim", "copy",
+    "copy_p",
     "stop_gradient", "optimization_barrier", "gather",
 }  # fmt: skip
 
@@ -121,8 +126,10 @@ def ruled(eqn: Any, operands: Sequence[Operand], asked: tuple[Spec, ...] | None,
     if name in _RULES:
         return _RULES[name](eqn, operands, shape)
     if asked is not None:
-        summed = _reduced(eqn, operands) if name == "reduce" or name.startswith(("reduce_", "arg")) else ()
-        return Ruling(asked, moved("sum", summed))
+        if name == "reduce" or name.startswith(("reduce_", "arg")):
+            return Ruling(asked, moved("sum", _reduced(eqn, operands)))
+        lost = any(_axes(o.spec) for o in operands) and not any(map(_axes, asked))
+        return Ruling(asked, reshards=(UNSHARDED,) if lost else ())
     if name in _JOINED:
         return _elementwise(eqn, operands)
     along = _along(eqn, operands)
@@ -467,6 +474,16 @@ def _cut(eqn: Any, operands: Sequence[Operand], shape: MeshShape) -> Ruling:
     )
     reshards = ("takes a slice of a dim that is sharded",) if out != x.spec else ()
     return Ruling((out,), reshards=reshards)
+
+
+@_rule("dynamic_update_slice")
+def _written(eqn: Any, operands: Sequence[Operand], shape: MeshShape) -> Ruling:
+    """Rule a write to a slice, as to a cache: dims that it fills have one layout in both, others are as before."""
+    x, update = operands[:2]
+    filled = [n == m for n, m in zip(x.shape, update.shape, strict=True)]
+    inner = tuple(axes if full else () for full, axes in zip(filled, update.spec, strict=True))
+    at_part = any(a or b for full, a, b in zip(filled, x.spec, update.spec, strict=True) if not full)
+    return Ruling((joined([x.spec, inner]),), reshards=("writes to a slice of a dim that is sharded",) * at_part)
 
 
 @_rule("concatenate")

@@ -10,7 +10,7 @@ that all findings are reported at once. Communication that no border declares is
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -26,7 +26,7 @@ from shardlib.jax._context import REDISTRIBUTED
 from shardlib.jax._places import NOWHERE, Locate, Place, folded, in_module
 from shardlib.jax._sharding_rules import Conflict, Move, Operand, Ruling, Spec
 
-__all__ = ["Finding", "Line", "Typed", "Typer", "abstract_mesh", "spec_of"]
+__all__ = ["Finding", "Typed", "TypedLine", "Typer", "abstract_mesh", "spec_of"]
 
 
 @dataclass(frozen=True)
@@ -58,21 +58,46 @@ class Finding:
         return "\n    ".join(line for line in lines if line)
 
 
-@dataclass
-class Line:
-    """The layouts on a line of a program, or of an op in a module; repeated blocks make one.
+@dataclass(frozen=True)
+class TypedLine:
+    """The layouts on a line of a function, or of an op in a module of torch; those of repeated blocks are one.
 
     Attributes:
-        at: the place.
-        parameter: the tensor of the model that is computed with, or "".
+        line: the source line, as of a `Finding`; "parameters" for what a transform does to them, "" in a module.
+        code: its text.
+        module: as of a `Finding`, with "*" for numbers.
+        op: the op of torch; "" in a function of JAX, whose lines have several primitives.
+        parameter: the tensor of the model that is computed with, or "", with "*" for numbers.
+        backward: whether it computes a gradient.
         values: the sharded values, as each dim's global size with its axes.
-        moved: number of communications.
+        moved: number of communications, as in {"sum over tp": 2}.
     """
+
+    line: str
+    code: str
+    module: str
+    op: str
+    parameter: str
+    backward: bool
+    values: tuple[str, ...]
+    moved: Mapping[str, int]
+
+
+@dataclass
+class _Kept:
+    """A line, as far as it is typed."""
 
     at: Place
     parameter: str
     values: dict[str, None] = field(default_factory=dict)  # an ordered set
     moved: Counter[Move] = field(default_factory=Counter)
+
+    def typed(self) -> TypedLine:
+        moved = {f"{kind} over {','.join(axes)}": count for (kind, axes), count in sorted(self.moved.items())}
+        at, op = self.at, "" if self.at.line else self.at.op
+        return TypedLine(
+            at.line, at.code, folded(at.module), op, self.parameter, at.backward, tuple(self.values), moved
+        )
 
 
 @dataclass
@@ -90,7 +115,7 @@ class Typed:
     findings: list[Finding] = field(default_factory=list)
     reshards: list[Finding] = field(default_factory=list)
     moved: Counter[Move] = field(default_factory=Counter)
-    lines: dict[Any, Line] = field(default_factory=dict)
+    lines: dict[Any, _Kept] = field(default_factory=dict)
     ops: int = 0
 
 
@@ -225,7 +250,7 @@ class Typer:
             return
         parameter = next((o.parameter for o in operands if o.parameter), "")
         key = at.key, folded(parameter)
-        line = self.typed.lines.setdefault(key, Line(at, key[1]))
+        line = self.typed.lines.setdefault(key, _Kept(at, key[1]))
         line.values.update(dict.fromkeys(replace(o, parameter="").text for o in outs if any(o.spec)))
         line.moved.update(sent)
 
@@ -244,7 +269,7 @@ class Typer:
             return Ruling(conflict.outs) if conflict.outs else unsharded
         if ruling is None:
             advice = f"JAX says: {refusal.splitlines()[0]}" if refusal else ""
-            self.note(self.typed.reshards, eqn, operands, at, "computes with unsharded operands", advice)
+            self.note(self.typed.reshards, eqn, operands, at, rules.UNSHARDED, advice)
             return unsharded
         for text in ruling.reshards:
             self.reshard(eqn, operands, at, text)
