@@ -32,10 +32,10 @@ def _nnx() -> Example:
     import nnx_gpt
     from flax import nnx
 
-    graph, params, rest = nnx.split(nnx_gpt.build(CONTEXT, WIDTH, HEADS, LAYERS), nnx.Param, ...)
+    graph, params, *rest = nnx.split(nnx_gpt.build(CONTEXT, WIDTH, HEADS, LAYERS), nnx.Param, ...)
     split = {"query": "colwise", "key": "colwise", "value": "colwise", "out": "rowwise"}
     split |= {"up": "colwise", "down": "rowwise", "head": "colwise"}
-    return Example(params, lambda p, x: nnx.merge(graph, p, rest)(x), split, ("query", "out", "up", "down"))
+    return Example(params, lambda p, x: nnx.merge(graph, p, *rest)(x), split, ("query", "out", "up", "down"))
 
 
 def _equinox() -> Example:
@@ -106,7 +106,7 @@ def _haiku() -> Example:
             x = x + hk.Linear(WIDTH, name="down")(jax.nn.gelu(hk.Linear(4 * WIDTH, name="up")(norm(x))))
         return hk.Linear(VOCAB, name="head")(x)
 
-    made = hk.without_apply_rng(hk.transform(model))
+    made: Any = hk.without_apply_rng(hk.transform(model))
     params = made.init(jax.random.key(0), jnp.zeros((2, CONTEXT), "int32"))
     split = {"query": "colwise", "key": "colwise", "value": "colwise", "attention*.linear": "rowwise"}
     split |= {"up*": "colwise", "down*": "rowwise", "head": "colwise"}
