@@ -16,6 +16,7 @@ import math
 import os
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ GIB = 2**30
 # The meshes: that of the docstrings of `get_layout_map`, and one with both axes.
 MESHES = (("batch", 1), ("model", 8)), (("batch", 2), ("model", 4))
 
-# Sizes of the configurations on Hugging Face.
+# Sizes as published: docs/jax-rules-audit.md names a source of each. KerasHub counts both halves of Gemma's gated MLP.
 SIZES: dict[str, tuple[str, dict[str, Any]]] = {
     "Gemma 2B": ("GemmaBackbone", {"vocabulary_size": 256000, "num_layers": 18, "num_query_heads": 8,
         "num_key_value_heads": 1, "hidden_dim": 2048, "intermediate_dim": 32768, "head_dim": 256}),
@@ -57,6 +58,19 @@ SIZES: dict[str, tuple[str, dict[str, Any]]] = {
         "moe_intermediate_dim": 768, "num_experts": 128, "top_k": 8}),
 }  # fmt: skip
 
+# Sizes at which a forward is typed and compiled: every dim that a map splits divides by 8.
+_TINY = {"vocabulary_size": 64, "num_layers": 2, "num_query_heads": 8, "num_key_value_heads": 8, "hidden_dim": 64,
+    "intermediate_dim": 128}  # fmt: skip
+_EXPERTS = {"moe_intermediate_dim": 64, "num_experts": 8, "top_k": 2}
+TINY: dict[str, dict[str, Any]] = {
+    "GemmaBackbone": _TINY | {"head_dim": 8},
+    "LlamaBackbone": _TINY,
+    "Llama3Backbone": _TINY,
+    "QwenBackbone": _TINY,
+    "QwenMoeBackbone": _TINY | _EXPERTS | {"shared_expert_intermediate_dim": 64},
+    "Qwen3MoeBackbone": _TINY | _EXPERTS | {"head_dim": 8},
+}
+
 
 def main() -> None:
     p = parser(__doc__)
@@ -67,8 +81,7 @@ def main() -> None:
     if args.keras_hub:
         sys.path.insert(0, str(args.keras_hub))
         found["keras_hub"] = list(_keras_hub(args))
-        found["collectives"] = collectives()
-        print(f"collectives of a tiny Llama's forward on model=8: {found['collectives']}")
+        found["forwards"] = list(map(_shown, forwards(args.quick)))
     if args.maxtext:
         found["maxtext_golden"] = list(map(_shown, golden_files(args.maxtext)))
         found["maxtext_configs"] = list(map(_shown, configurations(args.maxtext / "src" / "maxtext")))
@@ -136,38 +149,51 @@ def _folded(name: str) -> str:
     return re.sub(r"\d+", "*", name)
 
 
-def collectives() -> dict[str, dict[str, int]]:
-    """Count the collectives of a small Llama's forward: by KerasHub's map, and with q, k and v split over heads."""
+def forwards(quick: bool) -> Iterator[dict[str, Any]]:
+    """Type the forward of each backbone by its own map, and compile it; of Llama also with q, k and v over heads."""
     import keras
     import keras_hub
 
-    cls = keras_hub.models.LlamaBackbone
-    model = cls(
-        vocabulary_size=64, num_layers=2, num_query_heads=8, num_key_value_heads=8, hidden_dim=64, intermediate_dim=128
-    )
     mesh = keras.distribution.DeviceMesh((1, 8), ("batch", "model"), keras.distribution.list_devices())
-    published = sl.Rules.from_keras_layout_map(cls.get_layout_map(mesh), unmatched="replicate")
-    key = next(key for key in published.rules if "(query|key|value)" in key)
-    by_heads = sl.Rules(dict(published.rules) | {key: "embed@batch heads@model head"}, unmatched="replicate")
-    return {"published": _counted(model, published), "over heads": _counted(model, by_heads)}
+    for name in list(TINY)[: 1 if quick else None]:
+        cls = getattr(keras_hub.models, name)
+        model, read = cls(**TINY[name]), sl.Rules.from_keras_layout_map(cls.get_layout_map(mesh))
+        yield {"backbone": name, "map": "published"} | forward(model, read.rules)
+        if name == "LlamaBackbone":
+            key = next(key for key in read.rules if "(query|key|value)" in key)
+            yield {"backbone": name, "map": "over heads"} | forward(
+                model, dict(read.rules) | {key: "embed@batch heads@model head"}
+            )
 
 
-def _counted(model: Any, rules: sl.Rules) -> dict[str, int]:
-    import numpy as np
+def forward(model: Any, layouts: Any) -> dict[str, Any]:
+    """Return what types and the compiled program say of a forward on model=8."""
+    rules = sl.Rules(layouts, unmatched="replicate", optional=tuple(layouts))
+    tree, mesh = {each.path: each.value for each in model.trainable_variables}, sj.make_mesh("batch=1,model=8")
+    others = [each.value for each in model.non_trainable_variables]
+    ids = jax.ShapeDtypeStruct((2, 16), "int32")
+    batch = {"token_ids": ids, "padding_mask": ids}
 
-    tree = {each.path: each.value for each in model.trainable_variables}
-    specs = sj.shardings(tree, sj.make_mesh("batch=1,model=8"), rules)
-    ids = {"token_ids": np.ones((2, 16), "int32"), "padding_mask": np.ones((2, 16), "int32")}
+    def apply(params: Any, batch: Any) -> Any:
+        return model.stateless_call([params[each.path] for each in model.trainable_variables], others, batch)[0]
 
-    def forward(arrays: list[Any]) -> Any:
-        others = [each.value for each in model.non_trainable_variables]
-        return model.stateless_call(arrays, others, ids)[0]
+    report = sj.check_layouts(apply, mesh, rules, example=(tree, batch))
+    sums = Counter[str]()
+    for line in report.lines:
+        sums[line.parameter or line.code] += sum(line.moved.values())
+    compiled = jax.jit(apply, in_shardings=(sj.shardings(tree, mesh, rules), None)).lower(tree, batch).compile()
+    return {
+        "ok": report.ok,
+        "typed": dict(report.moved),
+        "communications_by_parameter_or_line": dict(+sums),
+        "reshards": sorted({f"{each.code}: {each.conflict}" for each in report.reshards}),
+        "compiled": _collectives(compiled.as_text() or ""),
+    }
 
-    order = [each.path for each in model.trainable_variables]
-    compiled = jax.jit(forward, in_shardings=([specs[path] for path in order],)).lower([tree[path] for path in order])
-    text = compiled.compile().as_text() or ""
+
+def _collectives(text: str) -> dict[str, int]:
     kinds = "all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter"
-    return {kind: count for kind in kinds if (count := len(re.findall(rf" {kind}(?:-start)?\(", text)))}  # type: ignore[arg-type]
+    return {kind: count for kind in kinds if (count := len(re.findall(rf" {kind}(?:-start)?\(", text)))}
 
 
 # --- MaxText --------------------------------------------------------------------------------------------------------

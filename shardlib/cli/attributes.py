@@ -1,4 +1,4 @@
-"""What `module:name` and `file.py:name` stand for."""
+"""Lookup of `module:name` and `file.py:name`."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ __all__ = ["check"]
 
 @dataclass(frozen=True)
 class _Subject:
-    """What is checked.
+    """A model or a function with its parameters, and its rules.
 
     Attributes:
         model: a module, or a tree of parameters.

@@ -40,7 +40,7 @@ class Place:
 
     @property
     def key(self) -> tuple[str, ...]:
-        """What places of repeated blocks have in common."""
+        """The same value for the places of repeated blocks."""
         where = (unnumbered(self.line), self.code) if self.line else (self.op,)
         return (*where, folded(self.module), "backward" if self.backward else "")
 

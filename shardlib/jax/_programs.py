@@ -21,7 +21,7 @@ __all__ = ["Typer", "typed"]
 
 
 class Typer(Protocol):
-    """What types programs, and keeps what it finds."""
+    """An interface of `shardlib.jax._typer.Typer`: it types programs, and keeps what it finds."""
 
     moved: Counter[Move]
 
