@@ -5,12 +5,14 @@
 docs/jax-rules-audit.md has the findings.
 The folders are clones of github.com/keras-team/keras-hub and github.com/AI-Hypercomputer/maxtext; without one, its part
 is left out. KerasHub's backbones are built at published sizes inside `jax.eval_shape`, so no weight is allocated. Of
-MaxText nothing is run: its configurations are read, and its golden files have the names and shapes of the parameters.
+MaxText the configurations are read, and golden files, which have the names and shapes of the parameters; where its
+packages are installed, its Llama is built too, with two layers.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import math
 import os
@@ -84,6 +86,7 @@ def main() -> None:
         found["forwards"] = list(map(_shown, forwards(args.quick)))
     if args.maxtext:
         found["maxtext_golden"] = list(map(_shown, golden_files(args.maxtext)))
+        found["maxtext_forward"] = _shown(maxtext_forward(args.maxtext / "src"))
         found["maxtext_configs"] = list(map(_shown, configurations(args.maxtext / "src" / "maxtext")))
     if args.json:
         write(args.json, found, jax=jax.__version__)
@@ -177,15 +180,20 @@ def forward(model: Any, layouts: Any) -> dict[str, Any]:
     def apply(params: Any, batch: Any) -> Any:
         return model.stateless_call([params[each.path] for each in model.trainable_variables], others, batch)[0]
 
+    return _typed_and_compiled(apply, mesh, rules, tree, batch)
+
+
+def _typed_and_compiled(apply: Any, mesh: Any, rules: sl.Rules, tree: Any, batch: Any) -> dict[str, Any]:
     report = sj.check_layouts(apply, mesh, rules, example=(tree, batch))
-    sums = Counter[str]()
+    moves = Counter[str]()
     for line in report.lines:
-        sums[line.parameter or line.code] += sum(line.moved.values())
-    compiled = jax.jit(apply, in_shardings=(sj.shardings(tree, mesh, rules), None)).lower(tree, batch).compile()
+        moves[line.parameter or line.code] += sum(line.moved.values())
+    rows = jax.tree.map(lambda _: jax.NamedSharding(mesh, jax.P(sl.MeshShape.of(mesh).data_axes)), batch)
+    compiled = jax.jit(apply, in_shardings=(sj.shardings(tree, mesh, rules), rows)).lower(tree, batch).compile()
     return {
-        "ok": report.ok,
+        "findings": [f"{each.operands}: {each.conflict}" for each in report.findings],
         "typed": dict(report.moved),
-        "communications_by_parameter_or_line": dict(+sums),
+        "communications_by_parameter_or_line": dict(+moves),
         "reshards": sorted({f"{each.code}: {each.conflict}" for each in report.reshards}),
         "compiled": _collectives(compiled.as_text() or ""),
     }
@@ -231,6 +239,53 @@ def golden_files(root: Path) -> Iterator[dict[str, Any]]:
                 if each.layout.uneven_dims(each.global_shape, resolution.mesh)
             ],
         }
+
+
+# Llama 2 7B's configuration, smaller.
+_SMALL_LLAMA = {"base_emb_dim": 64, "base_num_query_heads": 8, "base_num_kv_heads": 8, "base_mlp_dim": 128,
+    "base_num_decoder_layers": 2, "head_dim": 8, "vocab_size": 64, "max_target_length": 16, "per_device_batch_size": 1,
+    "ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 4, "model_name": "llama2-7b", "override_model_config": True,
+    "scan_layers": False, "attention": "dot_product", "hardware": "cpu", "skip_jax_distributed_system": True,
+    "enable_checkpointing": False, "dataset_type": "synthetic", "run_name": "x",
+    "base_output_directory": "x"}  # fmt: skip
+
+
+def maxtext_forward(source: Path) -> dict[str, Any]:
+    """Type and compile the forward of MaxText's Llama by its default rules, on fsdp=2, tensor=4."""
+    import numpy as np
+
+    sys.path.insert(0, str(source))
+    try:
+        nn = importlib.import_module("flax.linen")
+        pyconfig, models = (
+            importlib.import_module(f"maxtext.{name}") for name in ("configs.pyconfig", "models.models")
+        )
+    except (ImportError, SyntaxError) as fault:
+        return {"left_out": str(fault)}
+    configs = source / "maxtext" / "configs"
+    config = pyconfig.initialize(["", str(configs / "base.yml"), *(f"{k}={v}" for k, v in _SMALL_LLAMA.items())])
+    # Without the axis of pipelines, of which the JAX engine has none.
+    sizes = {axis: {"fsdp": 2, "tensor": 4}.get(axis, 1) for axis in config.mesh_axes if axis != "stage"}
+    mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(tuple(sizes.values())), tuple(sizes))
+    model, ids = models.transformer_as_linen(config, mesh, quant=None, model_mode="train"), np.zeros((8, 16), "int32")
+    rngs = {"params": jax.random.key(0), "dropout": jax.random.key(0)}
+
+    def made() -> Any:
+        return model.init(rngs, ids, ids, ids, enable_dropout=False)["params"]
+
+    def apply(params: Any, ids: Any) -> Any:
+        with mesh, nn.logical_axis_rules(config.logical_axis_rules):
+            ones = np.ones((8, 16), "int32")
+            return model.apply({"params": params}, ids, ones, ones, enable_dropout=False, rngs=rngs)
+
+    with mesh, nn.logical_axis_rules(config.logical_axis_rules):
+        boxed = jax.eval_shape(made)
+    tree, logical = nn.unbox(boxed), nn.get_partition_spec(boxed)
+    flat = jax.tree_util.tree_leaves_with_path(logical, is_leaf=lambda leaf: isinstance(leaf, jax.P))
+    names = {".".join(key.key for key in path): tuple(spec) for path, spec in flat}
+    files = [configs / "base.yml", configs / "models" / "llama2-7b.yml"]
+    rules = sl.Rules.from_maxtext(files, names, {axis: size for axis, size in sizes.items() if size > 1})
+    return _typed_and_compiled(apply, mesh, rules, tree, jax.ShapeDtypeStruct((8, 16), "int32"))
 
 
 def _params(file: Path) -> dict[str, Any]:

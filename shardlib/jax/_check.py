@@ -18,7 +18,7 @@ from shardlib.errors import InputError, MeshError
 from shardlib.jax._check_function import type_function
 from shardlib.jax._mesh import shape_of
 from shardlib.jax._places import folded, on_line, unnumbered
-from shardlib.jax._typer import Finding, TypedLine, Typer
+from shardlib.jax._typer import Finding, TypedLine, Typer, abstract_mesh
 from shardlib.rules.trees import is_tree
 
 if TYPE_CHECKING:
@@ -165,7 +165,8 @@ def check_layouts(
         uneven, modules = type_model(typer, cast("nn.Module", model), rules, transforms, example)
     elif callable(model):
         typer = Typer(shape, on_line(_innermost(model)), "by jax.lax.with_sharding_constraint")
-        uneven, modules = type_function(typer, model, rules, transforms, example), 0
+        context = mesh.abstract_mesh if isinstance(mesh, Mesh) else abstract_mesh(shape)
+        uneven, modules = type_function(typer, model, context, rules, transforms, example), 0
     else:
         raise InputError(
             f"check_layouts was given {model!r}; give a module of torch, or a function of JAX whose "

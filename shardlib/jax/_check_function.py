@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import numbers
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,23 +14,25 @@ from shardlib._plan import RulesLike
 from shardlib.errors import InputError, RuleError
 from shardlib.jax import rules as tree_rules
 from shardlib.jax._sharding_rules import Operand, Spec
-from shardlib.jax._typer import Typer, abstract_mesh
+from shardlib.jax._typer import Typer
 from shardlib.rules.trees import Tree
 
 __all__ = ["type_function"]
 
 
 def type_function(
-    typer: Typer, function: Callable[..., Any], rules: RulesLike | None, transforms: Any, example: Any
+    typer: Typer, function: Callable[..., Any], mesh: Any, rules: RulesLike | None, transforms: Any, example: Any
 ) -> tuple[str, ...]:
-    """Type the program of a function; return the arrays of the batch whose rows the data axes do not divide."""
+    """Type the program of a function on an abstract mesh, which its constraints and `shard_map`s find in the context.
+
+    Return the arrays of the batch whose rows the data axes do not divide.
+    """
     params, *batch = _checked(function, example)
     if rules is None:
         raise RuleError(
             "check_layouts was given a function of JAX and no rules; only a module of torch has a layout file of its "
             'class. Give rules for the paths of its parameters, as in {"up.kernel": "in out@tp"}.'
         )
-    mesh = abstract_mesh(typer.shape)
     plan = tree_rules.plan(params, typer.shape, rules, transforms=transforms)
     stored = jax.tree.leaves(tree_rules.shardings(params, mesh, plan))
 
@@ -47,7 +50,7 @@ def type_function(
     for var, (path, leaf) in zip(variables[len(stored) :], jax.tree_util.tree_leaves_with_path(batch), strict=True):
         inputs.append(Operand(var.aval, _rows(typer, var.aval, leaf)))
         if _is_uneven(typer, var.aval, leaf):
-            uneven.append(f"example[{path[0].idx + 1}]{jax.tree_util.keystr(path[1:])}")
+            uneven.append(_named(path))
     typer.run(closed.jaxpr, [Operand.unsharded(var.aval) for var in closed.jaxpr.constvars], inputs)
     return tuple(uneven)
 
@@ -69,7 +72,18 @@ def _checked(function: Callable[..., Any], example: Any) -> Sequence[Any]:
         ) from error
     except ValueError:  # a builtin has no signature to read
         pass
+    for path, leaf in jax.tree_util.tree_leaves_with_path(example[1:]):
+        if not hasattr(leaf, "dtype") and not isinstance(leaf, numbers.Number):
+            raise InputError(
+                f"check_layouts was given {leaf!r} as {_named(path)}, which is neither an array nor a number. Close "
+                "over it: check_layouts(lambda params, x: function(params, x, option), ...)."
+            )
     return example
+
+
+def _named(path: tuple[Any, ...]) -> str:
+    """Name a leaf of what follows the parameters."""
+    return f"example[{path[0].idx + 1}]{jax.tree_util.keystr(path[1:])}"
 
 
 def _name(function: Any) -> str:

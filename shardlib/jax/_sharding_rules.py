@@ -208,7 +208,7 @@ def joined(specs: Sequence[Spec]) -> Spec:
     """Return the one sharding that all values can have.
 
     Raises:
-        Conflict: there is none; `outs` goes on with the first one's.
+        Conflict: there is none.
     """
     dims, unlike = [], []
     for dim, entries in enumerate(zip(*specs, strict=True)):

@@ -222,7 +222,7 @@ class Typer:
             return rules.joined(specs)
         except Conflict as conflict:
             self.note(self.typed.findings, eqn, values, at, f"{what}: {conflict.text}", conflict.advice)
-            return conflict.outs[0]
+            return specs[0]
 
     def reshard(self, eqn: Any, operands: Sequence[Operand], at: Place, text: str) -> None:
         """Note a redistribution that no layout declares."""

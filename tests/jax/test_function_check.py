@@ -122,6 +122,11 @@ SEEN: dict[str, tuple[dict[str, int], str, str]] = {
     "all_gather": ({"gather": 1}, "", ""),
     "constraint": ({"exchange": 1}, "", ""),
     "cond of two layouts": ({"gather": 1}, "branches return different layouts: dim 0 is sharded over tp", ""),
+    "loop that turns its carry back": (
+        {"gather": 1, "exchange": 3},
+        "the carry of a loop changes: axis tp shards dim 0",
+        "",
+    ),
     "loop that turns its carry": ({"exchange": 3}, "the carry of a loop changes: axis dp shards dim 0", ""),
     "while": ({"sum": 1}, "", "takes a slice of a dim that is sharded"),
     "while of columns": ({}, "and tp shards another dim of the other one", "takes a slice of a dim that is sharded"),
@@ -181,6 +186,38 @@ def test_rows_are_divided_over_the_data_axes_where_an_argument_has_no_sharding()
     }
 
 
+def _on_a_mesh_of_devices() -> dict[str, Any]:
+    """What functions that name a mesh of devices themselves move."""
+    import jax
+
+    import shardlib.jax as sj
+
+    mesh = sj.make_mesh("dp=2,tp=4")
+    summed = jax.shard_map(
+        lambda x, w: jax.lax.psum(x @ w, "tp"),
+        mesh=mesh,
+        in_specs=(jax.P("dp", "tp"), jax.P("tp")),
+        out_specs=jax.P("dp"),
+    )
+    rows = jax.NamedSharding(mesh, jax.P("dp"))
+    functions = {
+        "shard_map": (lambda p, x: summed(x, p["a"]), typed_functions.ROWS),
+        "constraint": (lambda p, x: jax.lax.with_sharding_constraint(x @ p["a"], rows), typed_functions.COLUMNS),
+        "jit": (lambda p, x: jax.jit(lambda h: h * 2, out_shardings=rows)(x @ p["a"]), typed_functions.COLUMNS),
+        "device_put": (lambda p, x: jax.device_put(x @ p["a"], rows), typed_functions.COLUMNS),
+    }
+    return {
+        name: dict(typed_functions.of_mlp(function, a=layout, mesh=mesh).moved)
+        for name, (function, layout) in functions.items()
+    }
+
+
+def test_a_function_may_name_its_mesh_of_devices():
+    found = on_devices.run(_on_a_mesh_of_devices, x64=False)
+    gathered = {name: {"gather": 1} for name in ("constraint", "jit", "device_put")}
+    assert found == {"shard_map": {"sum": 1}, **gathered}
+
+
 def _gathered() -> dict[str, dict[str, int]]:
     """What transforms of the plan make of a function."""
     import jax
@@ -223,6 +260,7 @@ def _messages() -> list[str]:
         (loss, None, ({"a": shape}, shape)),
         (loss, {"a": "in out@tp"}, ({"a": jax.ShapeDtypeStruct((8, 6), "float32")}, shape)),
         (loss, {"up": None}, ({"a": shape}, shape)),
+        (lambda p, x: x, {"a": None}, ({"a": shape}, {"x": shape, "act": "gelu"})),
     ]
     said = []
     for function, rules, example in calls:
@@ -247,6 +285,9 @@ def test_what_cannot_be_checked_is_refused():
     ]
     assert said[4].startswith('InputError: "a" of global shape (8, 6)')
     assert said[5].startswith("RuleError: ")
+    assert said[6].startswith(
+        "InputError: check_layouts was given 'gelu' as example[1]['act'], which is neither an array"
+    )
 
 
 def _dumps() -> list[str]:

@@ -180,6 +180,11 @@ def _turning(p: Any, x: Any) -> Any:
     return jax.lax.fori_loop(0, 3, lambda _, h: jax.lax.with_sharding_constraint(h, jax.P(None, "dp")), x)
 
 
+def _turning_back(p: Any, x: Any) -> Any:
+    start = jax.lax.with_sharding_constraint(x, jax.P(None, "tp"))
+    return jax.lax.fori_loop(0, 3, lambda _, h: jax.lax.with_sharding_constraint(h, jax.P("tp")), start)
+
+
 def _while(p: Any, x: Any) -> Any:
     return jax.lax.while_loop(lambda h: h[0, 0] > 0, lambda h: jnp.tanh(h @ p["a"]), x)
 
@@ -203,6 +208,7 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], dict[str, str]]] = {
     "all_gather": (_over_dp, {"a": COLUMNS}),
     "constraint": (_to_tokens, {}),
     "cond of two layouts": (_disagree, {}),
+    "loop that turns its carry back": (_turning_back, {}),
     "loop that turns its carry": (_turning, {}),
     "while": (_while, {"a": ROWS}),
     "while of columns": (_while, {"a": COLUMNS}),
