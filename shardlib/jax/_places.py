@@ -131,6 +131,6 @@ def _installed_package(file: str) -> str:
 def _relative(file: str) -> str:
     """Return the name of a file below the folder that it is imported from: the same on every machine."""
     path = PurePath(file)
-    folders = [folder for folder in map(PurePath, sys.path) if folder.parts and path.is_relative_to(folder)]
-    longest = max(folders, key=lambda folder: len(folder.parts), default=None)
+    folders = (PurePath(folder or Path.cwd()) for folder in sys.path)
+    longest = max(filter(path.is_relative_to, folders), key=lambda folder: len(folder.parts), default=None)
     return path.name if longest is None else path.relative_to(longest).as_posix()

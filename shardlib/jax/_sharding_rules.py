@@ -30,8 +30,6 @@ __all__ = [
 
 Spec = tuple[tuple[str, ...], ...]
 ADVISED = "{by the means at hand}"  # in advice: the typer writes how the program at hand is told a layout
-
-
 UNSHARDED = "computes with unsharded operands"  # a callback, or what neither JAX nor we can type
 
 
@@ -174,6 +172,9 @@ _COLLECTIVES = {
     "all_gather": "gather",
     "all_to_all": "exchange",
     "ppermute": "exchange",
+    "pvary": "",
+    "pcast": "",
+    "pbroadcast": "",
 }
 
 
@@ -188,7 +189,7 @@ def collective(eqn: Any, operands: Sequence[Operand], shape: MeshShape) -> Rulin
     outs = tuple(_like(var, [one], [one.spec]) for var, one in zip(eqn.outvars, operands, strict=True))
     lost = any(set(spec) - set(out) for spec, out in zip(specs, outs, strict=True))
     reshards = ("changes a dim that is sharded over an axis of another kind",) if lost else ()
-    return Ruling(outs, moved(kind, [axis for axis in axes if shape[axis] > 1]), reshards)
+    return Ruling(outs, moved(kind, [axis for axis in axes if kind and shape[axis] > 1]), reshards)
 
 
 # --- dims that are joined -------------------------------------------------------------------------------------------

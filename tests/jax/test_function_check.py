@@ -120,7 +120,9 @@ SEEN: dict[str, tuple[dict[str, int], str, str]] = {
     "psum": ({"sum": 1}, "", ""),
     "psum of columns": ({"exchange": 1, "sum": 1}, "", ""),
     "all_gather": ({"gather": 1}, "", ""),
+    "psum over one axis": ({"sum": 1}, "", ""),
     "constraint": ({"exchange": 1}, "", ""),
+    "gradient of a sum": ({"sum": 2}, "", ""),
     "cond of two layouts": ({"gather": 1}, "branches return different layouts: dim 0 is sharded over tp", ""),
     "loop that turns its carry back": (
         {"gather": 1, "exchange": 3},
@@ -149,8 +151,11 @@ def test_what_runs_programs_is_typed_through(name: str):
 
 
 def test_values_inside_a_shard_map_keep_the_axes_that_are_the_partitioner_s():
-    report = on_devices.run(typed_functions.program, "all_gather", x64=False)
-    assert report.lines[-1].values == ("(256 64@tp)",)
+    gathered, summed = (
+        on_devices.run(typed_functions.program, name, x64=False) for name in ("all_gather", "psum over one axis")
+    )
+    assert gathered.lines[-1].values == ("(256 64@tp)",)
+    assert "(1 64@tp)" in next(line for line in summed.lines if "* 2.0" in line.code and not line.parameter).values
 
 
 # --- arguments, errors, and the report as a value --------------------------------------------------------------------

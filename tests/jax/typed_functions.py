@@ -167,6 +167,15 @@ def _over_dp(p: Any, x: Any) -> Any:
     return gathered(x @ p["a"]) * 2.0
 
 
+def _summed_over_dp(p: Any, x: Any) -> Any:
+    """Sum over one axis by hand, beside a constant, which is cast to vary over it."""
+
+    def local(h: Any) -> Any:
+        return jax.lax.psum(h.sum(0, keepdims=True) + jnp.ones((1, 64)), "dp")
+
+    return jax.shard_map(local, axis_names={"dp"}, in_specs=jax.P("dp"), out_specs=jax.P())(x @ p["a"]) * 2.0
+
+
 def _to_tokens(p: Any, x: Any) -> Any:
     return jax.lax.with_sharding_constraint(x @ p["a"], jax.P(None, "dp"))
 
@@ -194,8 +203,8 @@ def _branches(p: Any, x: Any) -> Any:
 
 
 def _labels(p: Any, x: Any) -> Any:
-    labels = jnp.zeros(256, jnp.int32)
-    return jnp.take_along_axis(jax.nn.log_softmax(x @ p["a"]), labels[:, None], axis=1).sum()
+    labels = x.argmax(1)
+    return jnp.square(jnp.take_along_axis(jax.nn.log_softmax(x @ p["a"]), labels[:, None], axis=1)).sum()
 
 
 def _callback(p: Any, x: Any) -> Any:
@@ -206,7 +215,9 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], dict[str, str]]] = {
     "psum": (_psum, {"a": ROWS}),
     "psum of columns": (_psum, {"a": COLUMNS}),
     "all_gather": (_over_dp, {"a": COLUMNS}),
+    "psum over one axis": (_summed_over_dp, {"a": COLUMNS}),
     "constraint": (_to_tokens, {}),
+    "gradient of a sum": (jax.grad(lambda p, x: (x @ p["a"]).sum()), {"a": COLUMNS}),
     "cond of two layouts": (_disagree, {}),
     "loop that turns its carry back": (_turning_back, {}),
     "loop that turns its carry": (_turning, {}),
