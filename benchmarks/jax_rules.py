@@ -5,17 +5,20 @@
 docs/jax-rules-audit.md has the findings.
 The folders are clones of github.com/keras-team/keras-hub and github.com/AI-Hypercomputer/maxtext; without one, its part
 is left out. KerasHub's backbones are built at published sizes inside `jax.eval_shape`, so no weight is allocated. Of
-MaxText nothing is run: its configurations are read, and its golden files have the names and shapes of the parameters.
+MaxText the configurations are read, and golden files, which have the names and shapes of the parameters; where its
+packages are installed, its Llama is built too, with two layers.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import math
 import os
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -35,7 +38,7 @@ GIB = 2**30
 # The meshes: that of the docstrings of `get_layout_map`, and one with both axes.
 MESHES = (("batch", 1), ("model", 8)), (("batch", 2), ("model", 4))
 
-# Sizes of the configurations on Hugging Face.
+# Sizes as published: docs/jax-rules-audit.md names a source of each. KerasHub counts both halves of Gemma's gated MLP.
 SIZES: dict[str, tuple[str, dict[str, Any]]] = {
     "Gemma 2B": ("GemmaBackbone", {"vocabulary_size": 256000, "num_layers": 18, "num_query_heads": 8,
         "num_key_value_heads": 1, "hidden_dim": 2048, "intermediate_dim": 32768, "head_dim": 256}),
@@ -57,6 +60,19 @@ SIZES: dict[str, tuple[str, dict[str, Any]]] = {
         "moe_intermediate_dim": 768, "num_experts": 128, "top_k": 8}),
 }  # fmt: skip
 
+# Sizes at which a forward is typed and compiled: every dim that a map splits divides by 8.
+_TINY = {"vocabulary_size": 64, "num_layers": 2, "num_query_heads": 8, "num_key_value_heads": 8, "hidden_dim": 64,
+    "intermediate_dim": 128}  # fmt: skip
+_EXPERTS = {"moe_intermediate_dim": 64, "num_experts": 8, "top_k": 2}
+TINY: dict[str, dict[str, Any]] = {
+    "GemmaBackbone": _TINY | {"head_dim": 8},
+    "LlamaBackbone": _TINY,
+    "Llama3Backbone": _TINY,
+    "QwenBackbone": _TINY,
+    "QwenMoeBackbone": _TINY | _EXPERTS | {"shared_expert_intermediate_dim": 64},
+    "Qwen3MoeBackbone": _TINY | _EXPERTS | {"head_dim": 8},
+}
+
 
 def main() -> None:
     p = parser(__doc__)
@@ -67,10 +83,10 @@ def main() -> None:
     if args.keras_hub:
         sys.path.insert(0, str(args.keras_hub))
         found["keras_hub"] = list(_keras_hub(args))
-        found["collectives"] = collectives()
-        print(f"collectives of a tiny Llama's forward on model=8: {found['collectives']}")
+        found["forwards"] = list(map(_shown, forwards(args.quick)))
     if args.maxtext:
         found["maxtext_golden"] = list(map(_shown, golden_files(args.maxtext)))
+        found["maxtext_forward"] = _shown(maxtext_forward(args.maxtext / "src"))
         found["maxtext_configs"] = list(map(_shown, configurations(args.maxtext / "src" / "maxtext")))
     if args.json:
         write(args.json, found, jax=jax.__version__)
@@ -136,38 +152,56 @@ def _folded(name: str) -> str:
     return re.sub(r"\d+", "*", name)
 
 
-def collectives() -> dict[str, dict[str, int]]:
-    """Count the collectives of a small Llama's forward: by KerasHub's map, and with q, k and v split over heads."""
+def forwards(quick: bool) -> Iterator[dict[str, Any]]:
+    """Type the forward of each backbone by its own map, and compile it; of Llama also with q, k and v over heads."""
     import keras
     import keras_hub
 
-    cls = keras_hub.models.LlamaBackbone
-    model = cls(
-        vocabulary_size=64, num_layers=2, num_query_heads=8, num_key_value_heads=8, hidden_dim=64, intermediate_dim=128
-    )
     mesh = keras.distribution.DeviceMesh((1, 8), ("batch", "model"), keras.distribution.list_devices())
-    published = sl.Rules.from_keras_layout_map(cls.get_layout_map(mesh), unmatched="replicate")
-    key = next(key for key in published.rules if "(query|key|value)" in key)
-    by_heads = sl.Rules(dict(published.rules) | {key: "embed@batch heads@model head"}, unmatched="replicate")
-    return {"published": _counted(model, published), "over heads": _counted(model, by_heads)}
+    for name in list(TINY)[: 1 if quick else None]:
+        cls = getattr(keras_hub.models, name)
+        model, read = cls(**TINY[name]), sl.Rules.from_keras_layout_map(cls.get_layout_map(mesh))
+        yield {"backbone": name, "map": "published"} | forward(model, read.rules)
+        if name == "LlamaBackbone":
+            key = next(key for key in read.rules if "(query|key|value)" in key)
+            yield {"backbone": name, "map": "over heads"} | forward(
+                model, dict(read.rules) | {key: "embed@batch heads@model head"}
+            )
 
 
-def _counted(model: Any, rules: sl.Rules) -> dict[str, int]:
-    import numpy as np
+def forward(model: Any, layouts: Any) -> dict[str, Any]:
+    """Return what types and the compiled program say of a forward on model=8."""
+    rules = sl.Rules(layouts, unmatched="replicate", optional=tuple(layouts))
+    tree, mesh = {each.path: each.value for each in model.trainable_variables}, sj.make_mesh("batch=1,model=8")
+    others = [each.value for each in model.non_trainable_variables]
+    ids = jax.ShapeDtypeStruct((2, 16), "int32")
+    batch = {"token_ids": ids, "padding_mask": ids}
 
-    tree = {each.path: each.value for each in model.trainable_variables}
-    specs = sj.shardings(tree, sj.make_mesh("batch=1,model=8"), rules)
-    ids = {"token_ids": np.ones((2, 16), "int32"), "padding_mask": np.ones((2, 16), "int32")}
+    def apply(params: Any, batch: Any) -> Any:
+        return model.stateless_call([params[each.path] for each in model.trainable_variables], others, batch)[0]
 
-    def forward(arrays: list[Any]) -> Any:
-        others = [each.value for each in model.non_trainable_variables]
-        return model.stateless_call(arrays, others, ids)[0]
+    return _typed_and_compiled(apply, mesh, rules, tree, batch)
 
-    order = [each.path for each in model.trainable_variables]
-    compiled = jax.jit(forward, in_shardings=([specs[path] for path in order],)).lower([tree[path] for path in order])
-    text = compiled.compile().as_text() or ""
+
+def _typed_and_compiled(apply: Any, mesh: Any, rules: sl.Rules, tree: Any, batch: Any) -> dict[str, Any]:
+    report = sj.check_layouts(apply, mesh, rules, example=(tree, batch))
+    moves = Counter[str]()
+    for line in report.lines:
+        moves[line.parameter or line.code] += sum(line.moved.values())
+    rows = jax.tree.map(lambda _: jax.NamedSharding(mesh, jax.P(sl.MeshShape.of(mesh).data_axes)), batch)
+    compiled = jax.jit(apply, in_shardings=(sj.shardings(tree, mesh, rules), rows)).lower(tree, batch).compile()
+    return {
+        "findings": [f"{each.operands}: {each.conflict}" for each in report.findings],
+        "typed": dict(report.moved),
+        "communications_by_parameter_or_line": dict(+moves),
+        "reshards": sorted({f"{each.code}: {each.conflict}" for each in report.reshards}),
+        "compiled": _collectives(compiled.as_text() or ""),
+    }
+
+
+def _collectives(text: str) -> dict[str, int]:
     kinds = "all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter"
-    return {kind: count for kind in kinds if (count := len(re.findall(rf" {kind}(?:-start)?\(", text)))}  # type: ignore[arg-type]
+    return {kind: count for kind in kinds if (count := len(re.findall(rf" {kind}(?:-start)?\(", text)))}
 
 
 # --- MaxText --------------------------------------------------------------------------------------------------------
@@ -205,6 +239,53 @@ def golden_files(root: Path) -> Iterator[dict[str, Any]]:
                 if each.layout.uneven_dims(each.global_shape, resolution.mesh)
             ],
         }
+
+
+# Llama 2 7B's configuration, smaller.
+_SMALL_LLAMA = {"base_emb_dim": 64, "base_num_query_heads": 8, "base_num_kv_heads": 8, "base_mlp_dim": 128,
+    "base_num_decoder_layers": 2, "head_dim": 8, "vocab_size": 64, "max_target_length": 16, "per_device_batch_size": 1,
+    "ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 4, "model_name": "llama2-7b", "override_model_config": True,
+    "scan_layers": False, "attention": "dot_product", "hardware": "cpu", "skip_jax_distributed_system": True,
+    "enable_checkpointing": False, "dataset_type": "synthetic", "run_name": "x",
+    "base_output_directory": "x"}  # fmt: skip
+
+
+def maxtext_forward(source: Path) -> dict[str, Any]:
+    """Type and compile the forward of MaxText's Llama by its default rules, on fsdp=2, tensor=4."""
+    import numpy as np
+
+    sys.path.insert(0, str(source))
+    try:
+        nn = importlib.import_module("flax.linen")
+        pyconfig, models = (
+            importlib.import_module(f"maxtext.{name}") for name in ("configs.pyconfig", "models.models")
+        )
+    except (ImportError, SyntaxError) as fault:
+        return {"left_out": str(fault)}
+    configs = source / "maxtext" / "configs"
+    config = pyconfig.initialize(["", str(configs / "base.yml"), *(f"{k}={v}" for k, v in _SMALL_LLAMA.items())])
+    # Without the axis of pipelines, of which the JAX engine has none.
+    sizes = {axis: {"fsdp": 2, "tensor": 4}.get(axis, 1) for axis in config.mesh_axes if axis != "stage"}
+    mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(tuple(sizes.values())), tuple(sizes))
+    model, ids = models.transformer_as_linen(config, mesh, quant=None, model_mode="train"), np.zeros((8, 16), "int32")
+    rngs = {"params": jax.random.key(0), "dropout": jax.random.key(0)}
+
+    def made() -> Any:
+        return model.init(rngs, ids, ids, ids, enable_dropout=False)["params"]
+
+    def apply(params: Any, ids: Any) -> Any:
+        with mesh, nn.logical_axis_rules(config.logical_axis_rules):
+            ones = np.ones((8, 16), "int32")
+            return model.apply({"params": params}, ids, ones, ones, enable_dropout=False, rngs=rngs)
+
+    with mesh, nn.logical_axis_rules(config.logical_axis_rules):
+        boxed = jax.eval_shape(made)
+    tree, logical = nn.unbox(boxed), nn.get_partition_spec(boxed)
+    flat = jax.tree_util.tree_leaves_with_path(logical, is_leaf=lambda leaf: isinstance(leaf, jax.P))
+    names = {".".join(key.key for key in path): tuple(spec) for path, spec in flat}
+    files = [configs / "base.yml", configs / "models" / "llama2-7b.yml"]
+    rules = sl.Rules.from_maxtext(files, names, {axis: size for axis, size in sizes.items() if size > 1})
+    return _typed_and_compiled(apply, mesh, rules, tree, jax.ShapeDtypeStruct((8, 16), "int32"))
 
 
 def _params(file: Path) -> dict[str, Any]:

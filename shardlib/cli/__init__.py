@@ -74,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
         required=True, metavar="{init,check,plan,explain,prove,census,run,migrate,doctor}"
     )
     _add_plan(_command(subparsers, "plan", "show the layout of every tensor of a model on a mesh"))
-    _add_check(_command(subparsers, "check", "check whether a layout file fits a model", "?"))
+    _add_check(_command(subparsers, "check", "check whether a layout file fits a model, or a function of JAX", "?"))
     _add_prove(_command(subparsers, "prove", "train sharded and on one device, and compare everything"))
     _add_explain(_command(subparsers, "explain", "show which rule decides about a tensor or module"))
     _add_init(_command(subparsers, "init", "write a first layout file for a model"))
@@ -187,9 +187,19 @@ def _add_check(parser: argparse.ArgumentParser) -> None:
         "--example",
         action="append",
         metavar="[NAME=]SHAPE[:DTYPE]",
-        help="for --jax: an input of one data rank, as of plan; by default what a Hugging Face model takes",
+        help="for --jax and --params: an input of one data rank, as of plan; by default what a Hugging Face model "
+        "takes. Inputs with names are one dict, the batch of a function",
     )
+    parser.add_argument(
+        "--params",
+        metavar="NAME",
+        help="module:name or file.py:name of a tree of parameters, or of a function without arguments that makes one; "
+        "MODEL is then a function of JAX, whose first argument they are, and torch is not imported",
+    )
+    parser.add_argument("--golden", metavar="FILE", help="fail unless --jax or --params finds what is in this file")
+    parser.add_argument("--update", action="store_true", help="write the file of --golden instead")
     parser.add_argument("--expect", metavar="FILE", help="fail unless the plan is the one in this file (plan --json)")
+    parser.set_defaults(run="check.check")
 
 
 def _add_explain(parser: argparse.ArgumentParser) -> None:

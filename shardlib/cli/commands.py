@@ -17,15 +17,16 @@ from shardlib import layouts, rules
 from shardlib._mesh_shape import MeshShape
 from shardlib._plan import Plan
 from shardlib._plan.text import plain
-from shardlib.cli import environment, inputs, on_jax
+from shardlib.cli import environment, inputs
+from shardlib.cli.files import loaded_layout, saved_plan
 from shardlib.cli.models import load_model
 from shardlib.cli.usage import UsageError
 from shardlib.engine import dryrun
-from shardlib.errors import ShardlibError, nearest
-from shardlib.rules import Coverage, Rules
+from shardlib.errors import ShardlibError
+from shardlib.rules import Rules
 from shardlib.transforms import Transform, parse
 
-__all__ = ["check", "doctor", "explain", "init", "plan", "prove"]
+__all__ = ["doctor", "explain", "init", "plan", "prove"]
 
 
 def plan(options: argparse.Namespace) -> int:
@@ -38,49 +39,12 @@ def plan(options: argparse.Namespace) -> int:
     if options.html:
         made.html(options.html)
     if options.diff:
-        return _print_diff(_saved(options.diff).diff(made), options)
+        return _print_diff(saved_plan(options.diff).diff(made), options)
     if options.json:
         print(made.to_json(), end="")
     else:
         _show(made, fold=not options.all)
     return 0
-
-
-def check(options: argparse.Namespace) -> int:
-    """Check that a layout fits a model: print problems, remarks, and what each rule covers.
-
-    With `-i`, say what is installed instead.
-    """
-    if options.installed:
-        if options.model or options.layout or options.expect or options.jax or options.example:
-            raise UsageError("`shardlib check -i` tells of this machine and takes nothing else but --json.")
-        return doctor(options)
-    if options.model is None:
-        raise UsageError("`shardlib check` needs a model to check; -i alone says what is installed.")
-    model = load_model(options.model)
-    chosen = _rules(options, model)
-    if options.example and not options.jax:
-        raise UsageError("`shardlib check --example` gives --jax the inputs that it types a model for; add --jax.")
-    problems, remarks = _findings(options, model, chosen)
-    typed = None
-    if options.jax and not problems:
-        typed = on_jax.typed(model, options.mesh, chosen, inputs.read(options.example))
-    fits = not problems and (typed is None or typed.ok)
-    covered = chosen.coverage(model, options.mesh)
-    if options.json:
-        rows = [dataclasses.asdict(row) for row in covered.rows]
-        result = {"ok": fits, "problems": problems, "remarks": remarks, "coverage": rows}
-        print(json.dumps(result | ({} if typed is None else {"jax": on_jax.as_json(typed)}), indent=2))
-    else:
-        print(covered)
-        for title, lines in (("note", remarks), ("problem", problems)):
-            for line in lines:
-                print(f"\n{title}: {line}")
-        if typed is not None:
-            print(f"\nOn JAX, {typed}")
-        print(f"\n{'The layout fits' if fits else 'The layout does not fit'} {options.model} on {options.mesh}.")
-        print(_shares(covered))
-    return 0 if fits else 1
 
 
 def explain(options: argparse.Namespace) -> int:
@@ -167,53 +131,8 @@ def doctor(options: argparse.Namespace) -> int:
     return 0
 
 
-def _findings(options: argparse.Namespace, model: nn.Module, chosen: Rules) -> tuple[list[str], list[str]]:
-    try:
-        made = dryrun.plan(model, options.mesh, chosen)
-    except ShardlibError as error:
-        return [str(error)], []
-    problems = []
-    if options.expect and (changes := _saved(options.expect).diff(made)):
-        problems.append(f'The plan is not the one in "{options.expect}":\n{changes}')
-    return problems, _remarks(made)
-
-
-def _shares(covered: Coverage) -> str:
-    """Say how much of a model is sharded, and which rule leaves most of the rest replicated."""
-    said = f"{covered.split_bytes / max(covered.bytes, 1):.0%} of its bytes are sharded over model axes"
-    rest = max(covered.rows, key=lambda row: row.bytes - row.split_bytes, default=None)
-    if rest is None or rest.bytes == rest.split_bytes:
-        return f"{said}."
-    return f"{said}; of the others, most are in {rest.rule or 'tensors without a rule'}."
-
-
-def _remarks(made: Plan) -> list[str]:
-    uneven = [row.name for row in made.rows if row.stored.uneven_dims(row.global_shape, made.mesh)]
-    unruled = [row for row in made.rows if row.rule is None and row.kind == "parameter"]
-    remarks = list(made.notes)
-    if uneven:
-        remarks.append(f"sharded unevenly: {len(uneven)} of {len(made.rows)} tensors, such as {uneven[0]}.")
-    if unruled:
-        size = sum(row.local_bytes(made.mesh) for row in unruled)
-        remarks.append(
-            f"replicated, since no rule matches: {len(unruled)} of {len(made.rows)} tensors, such as "
-            f"{unruled[0].name}; {size:,} bytes on each rank."
-        )
-    return remarks
-
-
 def _rules(options: argparse.Namespace, model: nn.Module) -> Rules:
-    if options.layout is None:
-        return layouts.for_model(model, options.mode)
-    if options.layout.endswith(".toml") and not Path(options.layout).is_file():
-        raise UsageError(f'There is no layout file "{options.layout}".')
-    if not options.layout.endswith(".toml") and options.layout not in layouts.available():
-        known = list(layouts.available())
-        raise UsageError(
-            f'There is no layout called "{options.layout}"; there are {", ".join(known)}. Give one of them, or the '
-            f"path of a file that ends in .toml.{nearest(options.layout, known)}"
-        )
-    return layouts.load(options.layout, options.mode)
+    return layouts.for_model(model, options.mode) if options.layout is None else loaded_layout(options)
 
 
 def _transform(text: str) -> Transform:
@@ -221,13 +140,6 @@ def _transform(text: str) -> Transform:
         return parse(text)
     except ShardlibError as error:
         raise UsageError(f"--transform: {error}") from error
-
-
-def _saved(path: str) -> Plan:
-    try:
-        return Plan.from_json(Path(path).read_text())
-    except OSError as error:
-        raise UsageError(f'The plan "{path}" cannot be read: {error.strerror}.') from error
 
 
 def _print_diff(changes: str, options: argparse.Namespace) -> int:

@@ -2,49 +2,31 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import torch
 from torch import nn
 
 from shardlib._mesh_shape import MeshShape
+from shardlib.cli.shapes import no_dtype, read_shapes
 from shardlib.cli.usage import UsageError
 from shardlib.engine._torch import pytree
-from shardlib.errors import nearest
 
 __all__ = ["drawn", "of_all_ranks", "of_model", "read", "smallest_table"]
-
-_EXAMPLE = re.compile(r"(?:(\w+)=)?(\d+(?:x\d+)*)(?::(\w+))?")
 
 
 def read(given: list[str] | None) -> Any:
     """Return the example inputs that the options describe, on `meta`: all by position, or all by name."""
     if not given:
         return None
-    inputs = [_input(text) for text in given]
-    named = {name: tensor for name, tensor in inputs if name}
-    if named and len(named) < len(inputs):
-        raise UsageError(f"--example {', '.join(given)}: give a different name to every input, or a name to none.")
-    return named or tuple(tensor for _, tensor in inputs)
+    return read_shapes(given, _tensor)
 
 
-def _input(text: str) -> tuple[str | None, torch.Tensor]:
-    match = _EXAMPLE.fullmatch(text)
-    if match is None:
-        raise UsageError(
-            f'--example "{text}" cannot be read; write a shape, and a name or dtype if needed, as in 2x128 or '
-            "pixels=2x3x224x224:float32."
-        )
-    name, sizes, dtype_name = match.groups()
-    dtype = getattr(torch, dtype_name or "int64", None)
+def _tensor(text: str, sizes: tuple[int, ...], dtype_name: str) -> torch.Tensor:
+    dtype = getattr(torch, dtype_name, None)
     if not isinstance(dtype, torch.dtype):
-        known = [name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)]
-        raise UsageError(
-            f'--example "{text}": "{dtype_name}" is not a dtype, as "int64" or "bfloat16" '
-            f"are.{nearest(dtype_name, known)}"
-        )
-    return name, torch.empty([int(size) for size in sizes.split("x")], dtype=dtype, device="meta")
+        raise no_dtype(text, dtype_name, [name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)])
+    return torch.empty(sizes, dtype=dtype, device="meta")
 
 
 def of_model(model: nn.Module, shape: MeshShape) -> dict[str, torch.Tensor]:

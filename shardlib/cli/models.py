@@ -12,15 +12,14 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import nn
 
+from shardlib.cli.attributes import find_attribute
 from shardlib.cli.usage import FORMS, UsageError, cause_of
-from shardlib.errors import ShardlibError, nearest
 
 __all__ = ["load_model"]
 
@@ -83,50 +82,10 @@ def _transformers(path: Path) -> Any:
 
 
 def _from_python(spec: str, device: str) -> nn.Module:
-    made = _called(spec, _callable(spec), device)
+    made = _called(spec, find_attribute(spec, f"A model is {FORMS}."), device)
     if not isinstance(made, nn.Module):
         raise UsageError(f'"{spec}" returned {type(made).__name__}; give something that returns a torch.nn.Module.')
     return made
-
-
-def _callable(spec: str) -> Any:
-    module_name, colon, attribute = spec.partition(":")
-    if not colon:
-        module_name, _, attribute = spec.rpartition(".")
-    folder = "" if not module_name.endswith(".py") else str(Path(module_name).parent.resolve())
-    if folder:
-        module_name = _stem(spec, Path(module_name))
-    found: Any = _imported(spec, module_name, folder)
-    for part in attribute.split("."):
-        if not hasattr(found, part):
-            hint = nearest(part, [name for name in dir(found) if not name.startswith("_")])
-            raise UsageError(f'"{spec}": module "{module_name}" has no "{attribute}".{hint} A model is {FORMS}.')
-        found = getattr(found, part)
-    return found
-
-
-def _stem(spec: str, file: Path) -> str:
-    """Return the module name of a file. It is imported with its folder on the path, as when it is run: its classes are
-    `name.Class`."""
-    if not file.is_file():
-        raise UsageError(f'"{spec}": there is no file "{file}". A model is {FORMS}.')
-    return file.stem
-
-
-def _imported(spec: str, name: str, folder: str) -> ModuleType:
-    """Import a module from a folder, by default the working one, as `python file.py` and `python -m` do."""
-    if sys.path[0] != folder:
-        sys.path.insert(0, folder)
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not (name == error.name or name.startswith(f"{error.name}.")):
-            raise UsageError(f'"{spec}": importing "{name}" failed: {error}.') from error
-        raise UsageError(f'"{spec}": there is no module "{name}" and no such file. A model is {FORMS}.') from error
-    except ShardlibError:
-        raise
-    except ValueError as error:
-        raise UsageError(f'"{spec}" names no model. A model is {FORMS}.') from error
 
 
 def _called(spec: str, factory: Any, device: str) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -14,7 +13,7 @@ from shardlib.rules import Rules
 if TYPE_CHECKING:
     from shardlib.jax import LayoutReport
 
-__all__ = ["as_json", "typed"]
+__all__ = ["typed"]
 
 
 def typed(model: nn.Module, mesh: str, rules: Rules, example: Any) -> LayoutReport:
@@ -32,16 +31,3 @@ def typed(model: nn.Module, mesh: str, rules: Rules, example: Any) -> LayoutRepo
         config.use_cache = False  # type: ignore[union-attr]  # a cache is not an output that a graph can have
     given = inputs.of_model(model, shape) if example is None else example
     return check_layouts(model, shape, rules, example=inputs.of_all_ranks(given, shape.data_ranks))
-
-
-def as_json(report: LayoutReport) -> dict[str, Any]:
-    """Convert the report to JSON values."""
-    return {
-        "devices": report.mesh.world_size,
-        "ops": report.ops,
-        "modules": report.modules,
-        "findings": [dataclasses.asdict(finding) for finding in report.findings],
-        "reshards": [dataclasses.asdict(finding) for finding in report.reshards],
-        "moved": dict(report.moved),
-        "uneven": list(report.uneven),
-    }

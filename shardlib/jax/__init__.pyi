@@ -37,6 +37,7 @@ from ._table import (
 )
 from ._typer import (
     Finding as Finding,
+    TypedLine as TypedLine,
 )
 from .rules import (
     cast as cast,

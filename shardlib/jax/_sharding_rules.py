@@ -5,19 +5,51 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardlib._mesh_shape import MeshShape
 
-__all__ = ["KEEPS_A_PARAMETER", "Conflict", "Operand", "Ruling", "Spec", "has_rule", "moves", "ruled"]
+__all__ = [
+    "ADVISED",
+    "KEEPS_A_PARAMETER",
+    "UNSHARDED",
+    "Conflict",
+    "Move",
+    "Operand",
+    "Ruling",
+    "Spec",
+    "collective",
+    "has_rule",
+    "joined",
+    "moved",
+    "moves",
+    "ruled",
+]
 
 Spec = tuple[tuple[str, ...], ...]
+ADVISED = "{by the means at hand}"  # in advice: the typer writes how the program at hand is told a layout
+UNSHARDED = "computes with unsharded operands"  # a callback, or what neither JAX nor we can type
+
+
+class Move(NamedTuple):
+    """A communication: "sum", "gather" or "exchange", over mesh axes."""
+
+    kind: str
+    axes: tuple[str, ...]
+
+
+def moved(kind: str, axes: Iterable[str]) -> Counter[Move]:
+    """Return one communication over axes, or none where there are none."""
+    over = tuple(sorted(axes))
+    return Counter([Move(kind, over)] if over else [])
+
 
 # The result is the same tensor, seen another way.
 KEEPS_A_PARAMETER = {
-    "convert_element_type", "transpose", "slice", "reshape", "squeeze", "broadcast_in_dim", "copy", "copy_p",
+    "convert_element_type", "transpose", "slice", "dynamic_slice", "reshape", "squeeze", "broadcast_in_dim", "copy",
+    "copy_p",
     "stop_gradient", "optimization_barrier", "gather",
 }  # fmt: skip
 
@@ -61,7 +93,7 @@ class Ruling:
     """The sharding of a primitive's results, and the communication, as declared and beyond."""
 
     outs: tuple[Spec, ...]
-    moved: Counter[str] = field(default_factory=Counter)
+    moved: Counter[Move] = field(default_factory=Counter)
     reshards: tuple[str, ...] = ()
 
 
@@ -92,10 +124,12 @@ def ruled(eqn: Any, operands: Sequence[Operand], asked: tuple[Spec, ...] | None,
     if name in _RULES:
         return _RULES[name](eqn, operands, shape)
     if asked is not None:
-        summed = _reduced(eqn, operands) if name.startswith(("reduce_", "arg")) else ()
-        return Ruling(asked, Counter(sum=1) if summed else Counter())
+        if name == "reduce" or name.startswith(("reduce_", "arg")):
+            return Ruling(asked, moved("sum", _reduced(eqn, operands)))
+        lost = any(_axes(o.spec) for o in operands) and not any(map(_axes, asked))
+        return Ruling(asked, reshards=(UNSHARDED,) if lost else ())
     if name in _JOINED:
-        return _joined(eqn, operands, shape)
+        return _elementwise(eqn, operands)
     along = _along(eqn, operands)
     if along is not None:
         specs = tuple(tuple(() if d in along else a for d, a in enumerate(o.spec)) for o in operands)
@@ -104,16 +138,11 @@ def ruled(eqn: Any, operands: Sequence[Operand], asked: tuple[Spec, ...] | None,
     return None
 
 
-def moves(before: Spec, after: Spec) -> Counter[str]:
+def moves(before: Spec, after: Spec) -> Counter[Move]:
     """Return the communication that changes a sharding; none where the value is only sliced."""
     lost = [set(a) - set(b) for a, b in zip(before, after, strict=True)]
     have, wanted = _axes(before), _axes(after)
-    found: Counter[str] = Counter()
-    if any(axis in wanted for axes in lost for axis in axes):
-        found["exchange"] += 1
-    if have - wanted:
-        found["gather"] += 1
-    return found
+    return moved("exchange", {a for axes in lost for a in axes} & wanted) + moved("gather", have - wanted)
 
 
 def _axes(spec: Spec) -> set[str]:
@@ -129,7 +158,38 @@ def _rule(*names: str) -> Callable[[Rule], Rule]:
 
 
 def _reduced(eqn: Any, operands: Sequence[Operand]) -> tuple[str, ...]:
-    return tuple(axis for dim in eqn.params.get("axes", ()) for axis in operands[0].spec[dim])
+    dims = eqn.params.get("axes", eqn.params.get("dimensions", ()))
+    return tuple(axis for dim in dims for axis in operands[0].spec[dim])
+
+
+# --- collectives of shard_map -----------------------------------------------------------------------------------------
+
+_COLLECTIVES = {
+    "psum": "sum",
+    "pmax": "sum",
+    "pmin": "sum",
+    "reduce_scatter": "sum",
+    "all_gather": "gather",
+    "all_to_all": "exchange",
+    "ppermute": "exchange",
+    "pvary": "",
+    "pcast": "",
+    "pbroadcast": "",
+}
+
+
+def collective(eqn: Any, operands: Sequence[Operand], shape: MeshShape) -> Ruling | None:
+    """Rule a collective over manual axes: axes that are not manual stay where the shape stays."""
+    kind = next((kind for name, kind in _COLLECTIVES.items() if eqn.primitive.name.startswith(name)), None)
+    if kind is None:
+        return None
+    over = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+    axes = [axis for axis in (over if isinstance(over, tuple) else (over,)) if isinstance(axis, str)]
+    specs = [operand.spec for operand in operands]
+    outs = tuple(_like(var, [one], [one.spec]) for var, one in zip(eqn.outvars, operands, strict=True))
+    lost = any(set(spec) - set(out) for spec, out in zip(specs, outs, strict=True))
+    reshards = ("changes a dim that is sharded over an axis of another kind",) if lost else ()
+    return Ruling(outs, moved(kind, [axis for axis in axes if kind and shape[axis] > 1]), reshards)
 
 
 # --- dims that are joined -------------------------------------------------------------------------------------------
@@ -139,14 +199,18 @@ complex shift_left shift_right_logical shift_right_arithmetic igamma igammac"""
 _JOINED = frozenset(_ELEMENTWISE.split())
 
 
-def _joined(eqn: Any, operands: Sequence[Operand], shape: MeshShape) -> Ruling:
+def _elementwise(eqn: Any, operands: Sequence[Operand]) -> Ruling:
     """Rule an elementwise primitive: operands that are not sharded are sliced as the others."""
     arrays = [o for o in operands if len(o.spec) == len(eqn.outvars[0].aval.shape) and o.spec]
-    return Ruling((_join([o.spec for o in arrays], arrays),))
+    return Ruling((joined([o.spec for o in arrays]),))
 
 
-def _join(specs: Sequence[Spec], operands: Sequence[Operand]) -> Spec:
-    """Return the one sharding that all operands can have."""
+def joined(specs: Sequence[Spec]) -> Spec:
+    """Return the one sharding that all values can have.
+
+    Raises:
+        Conflict: there is none.
+    """
     dims, unlike = [], []
     for dim, entries in enumerate(zip(*specs, strict=True)):
         given_axes = list(dict.fromkeys(e for e in entries if e))
@@ -159,8 +223,7 @@ def _join(specs: Sequence[Spec], operands: Sequence[Operand]) -> Spec:
         raise Conflict(
             f"dim {dim} is sharded over {_named(given_axes[0])} in one operand and over {_named(given_axes[1])} in "
             "another",
-            "One of the two has to be redistributed, and no rule says which: give both the same layout, by a rule for "
-            "a module's input or output.",
+            f"One of the two has to be redistributed, and no rule says which: give both the same layout, {ADVISED}.",
             (clean,),
         )
     if clean != tuple(dims):
@@ -168,8 +231,7 @@ def _join(specs: Sequence[Spec], operands: Sequence[Operand]) -> Spec:
         first, second = [d for d, axes in enumerate(dims) if axis in axes][:2]
         raise Conflict(
             f"axis {axis} shards dim {first} in one operand and dim {second} in another",
-            "An axis shards one dim of a value: replicate one of the operands, by a rule for a module's input or "
-            "output.",
+            f"An axis shards one dim of a value: replicate one of the operands, {ADVISED}.",
             (clean,),
         )
     return clean
@@ -209,30 +271,30 @@ def _product(eqn: Any, operands: Sequence[Operand], shape: MeshShape) -> Ruling:
         axis = next(a for a in _axes((*batch, *free)) if sum(a in d for d in (*batch, *free)) > 1)
         raise Conflict(
             f"axis {axis} would shard two dims of the result, one from each operand",
-            f"Replicate one operand over {axis}, by a rule for the module's input, or leave its rule out.",
+            f"Replicate one operand over {axis}, {ADVISED}, or leave its rule out.",
             (out,),
         )
-    return Ruling((out,), +Counter(sum=int(bool(summed)), gather=gathered))
+    return Ruling((out,), moved("sum", summed) + gathered)
 
 
 def _gathered_on_a_grid(
     left: Operand, right: Operand, left_in: Sequence[int], right_in: Sequence[int]
-) -> tuple[Operand, Operand, int]:
-    """Gather operands for a product with a matrix both of whose dims are split; return them, and the number gathered.
+) -> tuple[Operand, Operand, Counter[Move]]:
+    """Gather operands for a product with a matrix both of whose dims are split; return them, and the gathers.
 
     Where the two are split over one axis by dims that do not go together, one is gathered over it, as in SUMMA: the
     matrix, if its contracted dim is; else what it is applied to.
     """
     if bool(left.parameter) == bool(right.parameter):
-        return left, right, 0
+        return left, right, Counter()
     (weight, w_in), (x, x_in) = ((left, left_in), (right, right_in))[:: 1 if left.parameter else -1]
     inner, kept = _split_over(weight, w_in)
     if not (inner and kept):
-        return left, right, 0
+        return left, right, Counter()
     x_inner, x_kept = _split_over(x, x_in)
     x_whole, w_whole = (x_inner | x_kept) & kept, inner & x_kept
     weight, x = _whole_over(weight, w_whole), _whole_over(x, x_whole)
-    count = bool(x_whole) + bool(w_whole)
+    count = moved("gather", x_whole) + moved("gather", w_whole)
     return (weight, x, count) if left.parameter else (x, weight, count)
 
 
@@ -250,7 +312,7 @@ def _agreed(one: tuple[str, ...], other: tuple[str, ...], what: str) -> tuple[st
     if one and other and one != other:
         raise Conflict(
             f"a {what} is sharded over {_named(one)} in one operand and over {_named(other)} in the other",
-            "Give both the same layout, by a rule for a module's input or output.",
+            f"Give both the same layout, {ADVISED}.",
         )
     return one or other
 
@@ -270,7 +332,7 @@ def _contracted(
                 (out,),
             )
         if bool(one) != bool(other):
-            _one_sided(left, right, one, other, out)
+            _one_sided(left, right, one, other, out, shape)
         summed |= set(one or other)
         if one and one == other and not (left.parameter or right.parameter):
             _refuse_unasked(one, out, shape)
@@ -283,9 +345,11 @@ def _contracted(
     return summed
 
 
-def _one_sided(left: Operand, right: Operand, one: tuple[str, ...], other: tuple[str, ...], out: Spec) -> None:
+def _one_sided(
+    left: Operand, right: Operand, one: tuple[str, ...], other: tuple[str, ...], out: Spec, shape: MeshShape
+) -> None:
     """Rule a row-parallel product: a parameter is split where it is contracted, and the other operand is sliced for
-    free."""
+    free. So is what meets the rows of a batch, as a cotangent does that is equal for all of them."""
     split, unsharded = (left, right) if one else (right, left)
     axes = one or other
     if clash := set(axes) & _axes(unsharded.spec):
@@ -293,14 +357,13 @@ def _one_sided(left: Operand, right: Operand, one: tuple[str, ...], other: tuple
             f"the contracted dim is sharded over {_named(axes)} in one operand only, and {_named(sorted(clash))} "
             "shards another dim of the other one",
             "Column-parallel after column-parallel? Shard the second weight where it is contracted (rowwise), or "
-            "replicate the activation by a rule for the module's input.",
+            f"replicate the activation, {ADVISED}.",
             (out,),
         )
-    if not split.parameter:
+    if not split.parameter and not set(axes) <= set(shape.data_axes):
         raise Conflict(
             f"the contracted dim is sharded over {_named(axes)} in one operand only",
-            'Shard it in both, as "rowwise" does for a weight, or replicate the activation by a rule for its '
-            "module's input.",
+            f'Shard it in both, as "rowwise" does for a weight, or replicate the activation, {ADVISED}.',
             (out,),
         )
 
@@ -310,7 +373,7 @@ def _refuse_unasked(axes: tuple[str, ...], out: Spec, shape: MeshShape) -> None:
         raise Conflict(
             f"the result is a partial sum over {_named(model)} that no rule asks for: two activations are contracted "
             "over a dim that both shard",
-            "If that is intended, write a rule for the module's output; else shard another dim, such as that of heads.",
+            f"Shard another dim of both, such as that of heads, or replicate them, {ADVISED}.",
             (out,),
         )
 
@@ -329,7 +392,7 @@ def _convolution(eqn: Any, operands: Sequence[Operand], shape: MeshShape) -> Rul
         split = x.spec[x_at[1]] or kernel.spec[k_at[0]]
         return Ruling((unsharded,), reshards=(*halo, *(["computes groups of sharded channels"] if split else [])))
     summed = _contracted(x, kernel, (x_at[1],), (k_at[1],), out, shape)
-    return Ruling((out,), Counter(sum=1) if summed else Counter(), halo)
+    return Ruling((out,), moved("sum", summed), halo)
 
 
 # --- dims that come apart or together -------------------------------------------------------------------------------
@@ -414,12 +477,22 @@ def _cut(eqn: Any, operands: Sequence[Operand], shape: MeshShape) -> Ruling:
     return Ruling((out,), reshards=reshards)
 
 
+@_rule("dynamic_update_slice")
+def _written(eqn: Any, operands: Sequence[Operand], shape: MeshShape) -> Ruling:
+    """Rule a write to a slice, as to a cache: dims that it fills have one layout in both, others are as before."""
+    x, update = operands[:2]
+    filled = [n == m for n, m in zip(x.shape, update.shape, strict=True)]
+    inner = tuple(axes if full else () for full, axes in zip(filled, update.spec, strict=True))
+    at_part = any(a or b for full, a, b in zip(filled, x.spec, update.spec, strict=True) if not full)
+    return Ruling((joined([x.spec, inner]),), reshards=("writes to a slice of a dim that is sharded",) * at_part)
+
+
 @_rule("concatenate")
 def _concatenated(eqn: Any, operands: Sequence[Operand], shape: MeshShape) -> Ruling:
     at = eqn.params["dimension"]
     specs = [tuple(() if d == at else a for d, a in enumerate(o.spec)) for o in operands]
     reshards = ("concatenates along a dim that is sharded",) if any(o.spec[at] for o in operands) else ()
-    return Ruling((_join(specs, operands),), reshards=reshards)
+    return Ruling((joined(specs),), reshards=reshards)
 
 
 @_rule("split")
@@ -463,7 +536,7 @@ def _gathered(eqn: Any, operands: Sequence[Operand], shape: MeshShape) -> Ruling
             "Replicate the indices, or the table, over it.",
             (clean,),
         )
-    return Ruling((clean,), Counter(sum=1) if summed else Counter(), tuple(reshards))
+    return Ruling((clean,), moved("sum", summed), tuple(reshards))
 
 
 @_rule("scatter", "scatter-add", "scatter_add", "scatter-mul", "scatter-min", "scatter-max")
@@ -471,20 +544,29 @@ def _scattered(eqn: Any, operands: Sequence[Operand], shape: MeshShape) -> Rulin
     """Rule a scatter: the result is sharded as its destination or, if that is not sharded, as the written rows."""
     x, index, updates = operands
     numbers = eqn.params["dimension_numbers"]
-    left = (*numbers.inserted_window_dims, *getattr(numbers, "operand_batching_dims", ()))
+    batching = tuple(getattr(numbers, "operand_batching_dims", ()))
+    index_batching = tuple(getattr(numbers, "scatter_indices_batching_dims", ()))
+    left = (*numbers.inserted_window_dims, *batching)
     out, reshards = list(x.spec), []
     for at, d in zip(numbers.update_window_dims, [d for d in range(len(x.spec)) if d not in left], strict=True):
         if updates.spec[at] and not out[d] and updates.shape[at] == x.shape[d]:
             out[d] = updates.spec[at]
         elif (updates.spec[at] or updates.shape[at] != x.shape[d]) and updates.spec[at] != out[d]:
             reshards.append("writes to a slice of a dim that is sharded")
-    rows = {a for d, axes in enumerate(updates.spec) if d not in numbers.update_window_dims for a in axes}
-    rows |= {a for axes in index.spec for a in axes}
+    own = [d for d in range(len(updates.spec)) if d not in numbers.update_window_dims]
+    rows = set[str]()
+    for d, at in zip(range(len(index.spec) - 1), own, strict=True):  # the last dim of the indices is a coordinate
+        axes = _agreed(index.spec[d], updates.spec[at], "dim of rows")
+        if d in index_batching:
+            dim = batching[index_batching.index(d)]
+            out[dim] = _agreed(out[dim], axes, "batch dim")
+        else:
+            rows |= set(axes)
     adds = "add" in eqn.primitive.name
     if not adds and (rows or any(x.spec[d] for d in numbers.scatter_dims_to_operand_dims)):
         reshards.append("writes to places that other devices hold")
     clean = _without_repeats(out)
-    return Ruling((clean,), Counter(sum=1) if adds and rows - _axes(clean) else Counter(), tuple(reshards[:1]))
+    return Ruling((clean,), moved("sum", rows - _axes(clean) if adds else ()), tuple(reshards[:1]))
 
 
 # --- dims that are run along ----------------------------------------------------------------------------------------

@@ -517,3 +517,96 @@ def test_check_types_a_layout_for_jax_on_devices_that_are_not_there(run: Run, tm
     assert code == 2
     assert "GPT does not say what it takes. Give an --example" in err
     assert run("check", GPT, "--example", "1x16")[0] == 2
+
+
+FUNCTION = """
+import jax
+import jax.numpy as jnp
+
+
+def init():
+    return {"up": jnp.ones((64, 256)), "down": jnp.ones((256, 64))}
+
+
+def loss(params, batch):
+    h = jax.nn.relu(batch["x"] @ params["up"])
+    return jnp.square(h @ params["down"] - batch["y"]).mean()
+
+
+number = 3
+"""
+
+
+@pytest.fixture
+def function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a function of JAX, and two layouts."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "function_for_cli.py").write_text(FUNCTION)
+    (tmp_path / "right.toml").write_text('[params]\n"up" = "in out@tp"\n"down" = "in@tp out"\n')
+    (tmp_path / "wrong.toml").write_text('[params]\n"*" = "in out@tp"\n')
+    return tmp_path
+
+
+def _function(folder: Path, layout: str = "right.toml", *more: object) -> list[object]:
+    file = folder / "function_for_cli.py"
+    shapes = ["--example", "x=2x64:float32", "--example", "y=2x64:float32"]
+    return ["check", f"{file}:loss", "--params", f"{file}:init", "--mesh", "dp=4,tp=8", *shapes,
+            "--layout", folder / layout, *more]  # fmt: skip
+
+
+def test_check_types_a_function_of_jax(run: Run, function: Path):
+    code, out, err = run(*_function(function))
+    assert (code, err) == (0, "")
+    assert "On JAX, nothing ambiguous: " in out and "a call: 2 sums" in out
+    assert "The layout fits" in out
+    code, out, _ = run(*_function(function, "wrong.toml", "--json"))
+    found = json.loads(out)["jax"]["findings"]
+    assert (code, len(found), found[0]["code"]) == (1, 1, FUNCTION.splitlines()[-4].strip())
+    assert found[0]["line"] == "function_for_cli.py:12 in loss"
+
+
+def test_check_compares_with_a_golden_file(run: Run, function: Path):
+    golden = function / "golden.json"
+    code, out, err = run(*_function(function, "right.toml", "--golden", golden))
+    assert (code, out) == (2, "")
+    assert err == f'shardlib: There is no golden file "{golden}"; --update writes it.\n'
+    assert run(*_function(function, "right.toml", "--golden", golden, "--update"))[0] == 0
+    assert run(*_function(function, "right.toml", "--golden", golden))[0] == 0
+    (function / "other.toml").write_text('[params]\n"*" = "in out"\n')
+    code, out, _ = run(*_function(function, "other.toml", "--golden", golden))
+    assert code == 1  # although it is clear
+    assert '\n-  "moved": {"sum": 2},\n+  "moved": {"sum": 1},\n' in out
+    assert "--update writes it" in out and "The layout does not fit" in out
+    code, out, _ = run(*_function(function, "other.toml", "--golden", golden, "--json"))
+    assert (code, json.loads(out)["ok"]) == (1, False)
+    assert json.loads(golden.read_text())["moved"] == {"sum": 2}
+
+
+def test_a_model_of_torch_has_a_golden_file(run: Run, tmp_path: Path):
+    given = "check", GPT, "--mesh", "dp=2,tp=4", "--jax", "--example", "1x16", "--golden", tmp_path / "gpt.json"
+    assert run(*given, "--update")[0] == 0
+    assert run(*given)[0] == 0
+    (tmp_path / "gpt.json").write_text((tmp_path / "gpt.json").read_text().replace("@dp", "@pp"))
+    assert run(*given)[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["MODULE:loss", "--params", "MODULE:init"], "is checked as a function of JAX, since --params is given; give"),
+        (["MODULE:number", "--params", "MODULE:init", "--layout", "LAYOUT"], "is of type int; give a function of JAX"),
+        (["MODULE:los", "--params", "MODULE:init", "--layout", "LAYOUT"], 'has no "los". Did you mean "loss"?'),
+        (["MODULE:loss", "--params", "MODULE:loss", "--layout", "LAYOUT"], "makes no tree of arrays: loss() missing 2"),
+        (
+            ["MODULE:loss", "--params", "MODULE:init", "--layout", "LAYOUT", "--example", "2x64:flot32"],
+            '"flot32" is not a dtype, as "int64" or "bfloat16" are. Did you mean "float32"?',
+        ),
+        ([GPT, "--golden", "golden.json"], "`shardlib check --golden` compares what --jax finds; add --jax."),
+        ([GPT, "--jax", "--update"], "`shardlib check --update` writes the file of --golden; add --golden FILE."),
+    ],
+)
+def test_a_function_that_cannot_be_checked_is_refused(run: Run, function: Path, given: list[str], said: str):
+    names = {"MODULE": f"{function}/function_for_cli.py", "LAYOUT": f"{function}/right.toml"}
+    code, out, err = run("check", *(re.sub("MODULE|LAYOUT", lambda m: names[m[0]], each) for each in given))
+    assert (code, out) == (2, "")
+    assert said in err

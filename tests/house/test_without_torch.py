@@ -28,9 +28,14 @@ rules = sl.Rules({"up": "colwise"})
 plan = tree_rules.plan(tree, "dp=2,tp=2", rules, transforms=[sl.zero(3)])
 mesh = sj.make_mesh("dp=2,tp=2")
 specs = sj.shardings(tree, mesh, plan)
+checked = sj.check_layouts(
+    lambda params, x: x @ params["layers"][0]["up"]["kernel"], "dp=2,tp=2", rules,
+    example=(tree, jax.ShapeDtypeStruct((4, 8), "bfloat16")),
+)
 config = {"mesh_axes": ["fsdp", "tensor"], "logical_axis_rules": [["embed", "fsdp"], ["mlp", ["tensor"]]]}
 print(json.dumps({
     "maxtext": str(sl.Rules.from_maxtext(config, {"wi": ("embed", "mlp")}, "fsdp=2")),
+    "checked": (checked.ok, checked.lines[-1].values),
     "read": str(sl.Rules.from_partition_specs({"up.kernel": jax.P("dp", "tp")}).to_partition_specs(tree, "dp=2,tp=2")),
     "layout": str(sl.Layout.parse("batch@dp embed : bfloat16 host").resolve((8, 4), "dp=2")),
     "stored": str(plan["layers.0.up.kernel"].stored),
@@ -75,6 +80,7 @@ def _run(packages: Path, *arguments: str) -> str:
 def test_a_tree_is_planned_and_sharded(packages: Path, tmp_path: Path):
     assert json.loads(_run(packages, f"exec({_SCRIPT!r})", str(tmp_path / "plan.html"))) == {
         "maxtext": 'Rules({"^wi": "embed@fsdp mlp"})',
+        "checked": [True, ["(4@dp 32@tp)"]],
         "read": "{'layers': [" + ", ".join(["{'up': {'kernel': P('dp', 'tp')}}"] * 2) + "]}",
         "layout": "batch@dp embed : bfloat16 host",
         "stored": "in@dp out@tp",
@@ -108,6 +114,18 @@ except VersionError as error:
 def test_the_command_line_shows_its_help(packages: Path):
     code = "from shardlib.cli import main; sys.argv = ['shardlib', '--help']; main(['--help'])"
     assert "prove" in _run(packages, code)
+
+
+def test_the_command_line_checks_a_function_of_jax(packages: Path, tmp_path: Path):
+    (tmp_path / "model.py").write_text(
+        "import jax.numpy as jnp\n\n\ndef init():\n    return {'up': jnp.ones((8, 8))}\n\n\n"
+        "def apply(params, x):\n    return x @ params['up']\n"
+    )
+    (tmp_path / "rules.toml").write_text('[params]\n"up" = "in@tp out"\n')
+    options = ["--params", f"{tmp_path}/model.py:init", "--layout", f"{tmp_path}/rules.toml", "--mesh", "dp=4,tp=8"]
+    code = "from shardlib.cli import main; sys.exit(main(sys.argv[1:]))"
+    said = _run(packages, code, "check", f"{tmp_path}/model.py:apply", *options, "--example", "2x8:float32")
+    assert "On JAX, nothing ambiguous: " in said and "a call: 1 sum" in said
 
 
 def test_where_torch_is_installed_it_is_not_imported_either():

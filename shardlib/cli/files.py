@@ -1,0 +1,40 @@
+"""Files that commands read: layouts, and plans and reports that an earlier run wrote."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from shardlib import layouts
+from shardlib._plan import Plan
+from shardlib.cli.usage import UsageError
+from shardlib.errors import nearest
+from shardlib.rules import Rules
+
+__all__ = ["loaded_layout", "read_text", "saved_plan"]
+
+
+def loaded_layout(options: argparse.Namespace) -> Rules:
+    """Return the rules that `--layout` and `--mode` name."""
+    if options.layout.endswith(".toml") and not Path(options.layout).is_file():
+        raise UsageError(f'There is no layout file "{options.layout}".')
+    if not options.layout.endswith(".toml") and options.layout not in layouts.available():
+        known = list(layouts.available())
+        raise UsageError(
+            f'There is no layout called "{options.layout}"; there are {", ".join(known)}. Give one of them, or the '
+            f"path of a file that ends in .toml.{nearest(options.layout, known)}"
+        )
+    return layouts.load(options.layout, options.mode)
+
+
+def saved_plan(path: str) -> Plan:
+    """Return the plan of a file."""
+    return Plan.from_json(read_text(path, "plan"))
+
+
+def read_text(path: str, what: str) -> str:
+    """Return the text of a file."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f'The {what} "{path}" cannot be read: {error.strerror}.') from error
