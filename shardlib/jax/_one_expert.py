@@ -1,0 +1,232 @@
+"""What one expert computes of one token, as a program without routing, from a module that loops over experts.
+
+A module of experts asks which tokens chose an expert. With one expert and one token the answer is known, so its forward
+runs there with real numbers of experts, and the ops on the token, its weight and the expert's parameters are recorded.
+All else that it computes is constant. The record is proved: with two experts and several tokens, the module has to
+return the sum of what the record returns, with the same gradients.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardlib.engine import _torch
+from shardlib.engine._torch import Op, TorchDispatchMode, pytree
+from shardlib.engine.feature.experts import holding
+
+__all__ = ["NotSeparableError", "OneExpert", "one_expert_of"]
+
+
+class NotSeparableError(Exception):
+    """A module of experts does not compute each choice of each token by itself; its text completes "since ..."."""
+
+
+@dataclass(frozen=True)
+class OneExpert:
+    """What one expert computes of one token.
+
+    Attributes:
+        program: takes the token (1, embed), its weight (1, 1), and each parameter with one expert (1, ...); returns
+            (1, embed).
+        example: tensors that it takes.
+        dtype: of the result.
+    """
+
+    program: torch.fx.GraphModule
+    example: tuple[torch.Tensor, ...]
+    dtype: torch.dtype
+
+    @property
+    def form(self) -> tuple[Any, ...]:
+        """What is equal for programs that compute the same."""
+        constants = ((name, str(value.dtype), value.tolist()) for name, value in self.program.named_buffers())
+        return self.program.code, repr(list(constants)), tuple((x.shape, x.dtype) for x in self.example), self.dtype
+
+
+def one_expert_of(module: nn.Module, experts: int, tokens: torch.Tensor, weights: torch.Tensor) -> OneExpert:
+    """Return what one of a module's experts computes of one token. Values of `tokens` and `weights` are not read.
+
+    Raises:
+        NotSeparableError: the forward depends on values of tokens, draws random numbers, raises, or does not return the
+            sum of what each chosen expert makes of each token.
+    """
+    if any(True for _ in module.buffers()):
+        raise NotSeparableError("it has buffers, which belong to no expert")
+    with _torch.no_modes(), torch.enable_grad():
+        params, _ = _torch.own_tensors(module)
+        draw = torch.Generator().manual_seed(0)
+        two = {
+            name: _random((min(2, experts), *param.shape[1:]), param.dtype, draw)
+            for name, param in params.items()
+            if param is not None
+        }
+        rows = _random((3, tokens.shape[1]), tokens.dtype, draw), _random((3, 2), weights.dtype, draw).sigmoid()
+        try:
+            found = _recorded(module, experts, (rows[0][:1], rows[1][:1, :1], *(p[:1].clone() for p in two.values())))
+            for numbers in ([[0, 1], [1, 0], [0, 1]], [[1], [1], [1]]) if experts > 1 else ([[0], [0], [0]],):
+                _prove(found, module, experts, rows, torch.tensor(numbers), two)
+        except NotSeparableError:
+            raise
+        except Exception as error:
+            raise NotSeparableError(
+                f"it raises {type(error).__name__} where few tokens choose one expert each: {error}"
+            ) from error
+    return found
+
+
+def _random(shape: Sequence[int], dtype: torch.dtype, draw: torch.Generator) -> torch.Tensor:
+    """Return numbers that a product of matrices keeps at the size of one."""
+    exact = torch.float64 if dtype == torch.float64 else torch.float32
+    drawn = torch.rand(tuple(shape), generator=draw, device="cpu", dtype=exact).sub_(0.5)
+    return drawn.mul_(math.sqrt(12 / (shape[-1] if len(shape) > 2 else 1))).to(dtype)
+
+
+# --- recording ------------------------------------------------------------------------------------------------------
+
+
+def _recorded(module: nn.Module, experts: int, example: tuple[torch.Tensor, ...]) -> OneExpert:
+    recorder = _Recorder(example)
+    numbers = torch.zeros((1, 1), dtype=torch.int64, device="cpu")
+
+    def run(token: torch.Tensor, weight: torch.Tensor, *params: torch.Tensor) -> torch.Tensor:
+        names = [name for name, param in _torch.own_tensors(module)[0].items() if param is not None]
+        with holding(module, dict(zip(names, params, strict=True)), experts, 1):
+            return module.forward(token, numbers, weight)  # type: ignore[no-any-return]
+
+    with torch.no_grad(), recorder:
+        result = torch.func.functionalize(run)(*example)
+    program = recorder.returning(result, example[0].shape)
+    return OneExpert(program, example, result.dtype)
+
+
+class _Recorder(TorchDispatchMode):
+    """Records the ops on some tensors, and on what is computed from them; ops on nothing else just run.
+
+    A value of a recorded tensor cannot be read.
+    """
+
+    def __init__(self, inputs: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self.graph, self.root = torch.fx.Graph(), nn.Module()
+        self._nodes: dict[int, torch.fx.Node] = {}
+        self._constants: dict[int, torch.fx.Node] = {}
+        self._alive: list[torch.Tensor] = []  # so that no other tensor gets the id of one of them
+        for at, tensor in enumerate(inputs):
+            self._keep(self._nodes, tensor, self.graph.placeholder(f"x{at}"))
+
+    def __torch_dispatch__(self, op: Op, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = op(*args, **kwargs)
+        if not any(id(leaf) in self._nodes for leaf in pytree.tree_leaves((args, kwargs))):
+            return result
+        args = self._refuse_values(op, args)
+        node = self.graph.call_function(op, *pytree.tree_map_only(torch.Tensor, self._node, (args, kwargs)))
+        if isinstance(result, torch.Tensor):
+            self._keep(self._nodes, result, node)
+        for at, each in enumerate(result if isinstance(result, list | tuple) else ()):
+            if isinstance(each, torch.Tensor):
+                self._keep(self._nodes, each, self.graph.call_function(operator.getitem, (node, at)))
+        return result
+
+    def _refuse_values(self, op: Op, args: Any) -> Any:
+        """Refuse an op that reads values or draws; return its arguments, where a constant mask is an index."""
+        if torch.Tag.nondeterministic_seeded in op.tags:
+            raise NotSeparableError(f"it draws random numbers ({op})")
+        if op.overloadpacket in _INDEXED:
+            masks = [index for index in args[1] if index is not None and index.dtype in (torch.bool, torch.uint8)]
+            if not any(id(mask) in self._nodes for mask in masks):
+                return args[0], [index for each in args[1] for index in _as_index(each)], *args[2:]
+        if {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}.intersection(op.tags) and (
+            op.overloadpacket not in _INDEXED or masks
+        ):
+            raise NotSeparableError(f"what it does depends on values of tokens, weights or parameters ({op})")
+        return args
+
+    def _keep(self, nodes: dict[int, torch.fx.Node], tensor: torch.Tensor, node: torch.fx.Node) -> None:
+        nodes[id(tensor)] = node
+        self._alive.append(tensor)
+
+    def _node(self, tensor: torch.Tensor) -> torch.fx.Node:
+        if (node := self._nodes.get(id(tensor), self._constants.get(id(tensor)))) is not None:
+            return node
+        name = f"constant_{len(self._constants)}"
+        self.root.register_buffer(name, tensor.clone())
+        self._keep(self._constants, tensor, self.graph.get_attr(name))
+        return self._constants[id(tensor)]
+
+    def returning(self, result: Any, shape: Sequence[int]) -> torch.fx.GraphModule:
+        """Return the program that computes a result."""
+        node = self._nodes.get(id(result))
+        if node is None or result.shape != shape:
+            shown = tuple(result.shape) if isinstance(result, torch.Tensor) else type(result).__name__
+            raise NotSeparableError(f"for a token of shape {tuple(shape)} it returns {shown}")
+        self.graph.output(node)
+        return torch.fx.GraphModule(self.root, self.graph)
+
+
+_INDEXED = (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten._unsafe_index)
+
+
+def _as_index(index: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    is_mask = index is not None and index.dtype in (torch.bool, torch.uint8)
+    return index.nonzero(as_tuple=True) if is_mask else (index,)  # type: ignore[union-attr]
+
+
+# --- the proof ------------------------------------------------------------------------------------------------------
+
+
+def _prove(
+    found: OneExpert,
+    module: nn.Module,
+    experts: int,
+    rows: tuple[torch.Tensor, torch.Tensor],
+    numbers: torch.Tensor,
+    params: dict[str, torch.Tensor],
+) -> None:
+    """Compare result and gradients of the module with sums of the record's, for some choices of experts."""
+    own = len(next(iter(params.values())))
+    tokens, weights = rows[0], rows[1][:, : numbers.shape[1]]
+
+    def by_module(tokens: torch.Tensor, weights: torch.Tensor, *given: torch.Tensor) -> torch.Tensor:
+        with holding(module, dict(zip(params, given, strict=True)), experts, own):
+            return module.forward(tokens, numbers, weights)  # type: ignore[no-any-return]
+
+    def by_expert(tokens: torch.Tensor, weights: torch.Tensor, *given: torch.Tensor) -> torch.Tensor:
+        def one(row: int, choice: int) -> torch.Tensor:
+            expert = int(numbers[row, choice])
+            weight = weights[row : row + 1, choice : choice + 1]
+            return found.program(tokens[row : row + 1], weight, *(p[expert : expert + 1] for p in given))  # type: ignore[no-any-return]
+
+        each = [[one(row, choice) for choice in range(numbers.shape[1])] for row in range(len(tokens))]
+        return torch.cat([sum(own[1:], own[0]) for own in each])
+
+    wanted, made = (_with_gradients(run, (tokens, weights, *params.values())) for run in (by_module, by_expert))
+    for name, ours, theirs in zip(("result", *("gradient",) * (2 + len(params))), made, wanted, strict=True):
+        if not _agree(ours, theirs):
+            raise NotSeparableError(
+                f"its {name} is not the sum of what each chosen expert makes of each token by itself"
+            )
+
+
+def _with_gradients(run: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    result = run(*leaves)
+    if not result.requires_grad:
+        return [result, *map(torch.zeros_like, leaves)]
+    grads = torch.autograd.grad(result.sin().sum(), leaves, allow_unused=True)
+    return [result, *(torch.zeros_like(x) if g is None else g for x, g in zip(leaves, grads, strict=True))]
+
+
+def _agree(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    """Return whether numbers agree to half of their digits: rounding is in the last ones, a mistake in the first."""
+    if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+        return False
+    largest = max(float(theirs.detach().abs().max()), torch.finfo(theirs.dtype).tiny)
+    return float((ours - theirs).detach().abs().max()) <= math.sqrt(torch.finfo(ours.dtype).eps) * largest
