@@ -96,11 +96,12 @@ def _without_routing(
     constraints: Constraints,
 ) -> Array:
     """Give every expert all tokens: what is typed on a mesh without devices, since layouts do not depend on routing."""
-    rows = tuple(other for other in constraints.shape.data_axes if other != axis) or None
-    tokens = constraints.split_along(tokens, rows if constraints.is_batch(tokens) else None)
+    data = constraints.shape.data_axes if constraints.is_batch(tokens) else ()
+    others = tuple(name for name in data if name != axis) or None
+    tokens, numbers, weights = (constraints.split_along(x, others) for x in (tokens, numbers, weights))
     chosen = jnp.where(numbers[:, :, None] == jnp.arange(len(params[0])), weights[:, :, None], 0).sum(1)
     made = jax.vmap(jax.vmap(one, (None, 0, 0)), (0, None, 1))(params, tokens, chosen)
-    return made.sum(0)
+    return constraints.split_along(made.sum(0), data or None)
 
 
 # --- ranks ----------------------------------------------------------------------------------------------------------

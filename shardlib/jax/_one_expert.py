@@ -75,9 +75,8 @@ def one_expert_of(module: nn.Module, experts: int, tokens: torch.Tensor, weights
         except NotSeparableError:
             raise
         except Exception as error:
-            raise NotSeparableError(
-                f"it raises {type(error).__name__} where few tokens choose one expert each: {error}"
-            ) from error
+            said = f"{type(error).__name__}: {error}".rstrip(": ")
+            raise NotSeparableError(f"it raises {said!r} for a few tokens that choose one or two experts") from error
     return found
 
 
@@ -123,10 +122,13 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, op: Op, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in op.tags:
+            raise NotSeparableError(f"it draws random numbers ({op})")
         result = op(*args, **kwargs)
         if not any(id(leaf) in self._nodes for leaf in pytree.tree_leaves((args, kwargs))):
             return result
         args = self._refuse_values(op, args)
+        op, args, kwargs = _without_rows(op, args, kwargs, result)
         node = self.graph.call_function(op, *pytree.tree_map_only(torch.Tensor, self._node, (args, kwargs)))
         if isinstance(result, torch.Tensor):
             self._keep(self._nodes, result, node)
@@ -136,9 +138,7 @@ class _Recorder(TorchDispatchMode):
         return result
 
     def _refuse_values(self, op: Op, args: Any) -> Any:
-        """Refuse an op that reads values or draws; return its arguments, where a constant mask is an index."""
-        if torch.Tag.nondeterministic_seeded in op.tags:
-            raise NotSeparableError(f"it draws random numbers ({op})")
+        """Refuse an op that reads values; return its arguments, where a constant mask is an index."""
         if op.overloadpacket in _INDEXED:
             masks = [index for index in args[1] if index is not None and index.dtype in (torch.bool, torch.uint8)]
             if not any(id(mask) in self._nodes for mask in masks):
@@ -179,6 +179,20 @@ def _as_index(index: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     return index.nonzero(as_tuple=True) if is_mask else (index,)  # type: ignore[union-attr]
 
 
+def _without_rows(op: Op, args: Any, kwargs: dict[str, Any], result: Any) -> tuple[Op, Any, dict[str, Any]]:
+    """Return an op without the index of the one token or expert that there is: a lookup is a reshape, and to add to a
+    row is to add."""
+    if op.overloadpacket in (torch.ops.aten.index, torch.ops.aten._unsafe_index):
+        sizes = [size for size, index in zip(args[0].shape, args[1], strict=False) if index is not None]
+        if all(size == 1 for size in sizes) and result.numel() == args[0].numel():
+            return torch.ops.aten.reshape.default, (args[0], list(result.shape)), {}
+    if op.overloadpacket is torch.ops.aten.index_add and not kwargs:
+        total, dim, _, added = args
+        if total.shape == added.shape and total.shape[dim] == 1:
+            return torch.ops.aten.add.Tensor, (total, added), {}
+    return op, args, kwargs
+
+
 # --- the proof ------------------------------------------------------------------------------------------------------
 
 
@@ -208,6 +222,8 @@ def _prove(
         return torch.cat([sum(own[1:], own[0]) for own in each])
 
     wanted, made = (_with_gradients(run, (tokens, weights, *params.values())) for run in (by_module, by_expert))
+    if not all(each.isfinite().all() for each in wanted):
+        raise NotSeparableError("it gives infinite numbers, or none, for random ones of the size of one")
     for name, ours, theirs in zip(("result", *("gradient",) * (2 + len(params))), made, wanted, strict=True):
         if not _agree(ours, theirs):
             raise NotSeparableError(
