@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from shardlib.engine import _torch
 from shardlib.engine._torch import Op, TorchDispatchMode, pytree
@@ -94,14 +95,12 @@ def _recorded(module: nn.Module, experts: int, example: tuple[torch.Tensor, ...]
     recorder = _Recorder(example)
     numbers = torch.zeros((1, 1), dtype=torch.int64, device="cpu")
 
-    def run(token: torch.Tensor, weight: torch.Tensor, *params: torch.Tensor) -> torch.Tensor:
-        names = [name for name, param in _torch.own_tensors(module)[0].items() if param is not None]
-        with holding(module, dict(zip(names, params, strict=True)), experts, 1):
-            return module.forward(token, numbers, weight)  # type: ignore[no-any-return]
-
-    with torch.no_grad(), recorder:
-        result = torch.func.functionalize(run)(*example)
-    program = recorder.returning(result, example[0].shape)
+    token, weight, *params = example
+    names = [name for name, param in _torch.own_tensors(module)[0].items() if param is not None]
+    own = dict(zip(names, params, strict=True))
+    with torch.no_grad(), recorder, _Unreadable(recorder), holding(module, own, experts, 1):
+        result = module.forward(token, numbers, weight)
+    program = recorder.returning(result, token.shape)
     return OneExpert(program, example, result.dtype)
 
 
@@ -115,33 +114,38 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self.graph, self.root = torch.fx.Graph(), nn.Module()
         self._nodes: dict[int, torch.fx.Node] = {}
-        self._constants: dict[int, torch.fx.Node] = {}
         self._alive: list[torch.Tensor] = []  # so that no other tensor gets the id of one of them
         for at, tensor in enumerate(inputs):
-            self._keep(self._nodes, tensor, self.graph.placeholder(f"x{at}"))
+            self._keep(tensor, self.graph.placeholder(f"x{at}"))
 
     def __torch_dispatch__(self, op: Op, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded in op.tags:
             raise NotSeparableError(f"it draws random numbers ({op})")
-        result = op(*args, **kwargs)
-        if not any(id(leaf) in self._nodes for leaf in pytree.tree_leaves((args, kwargs))):
-            return result
+        if not any(map(self.has, pytree.tree_leaves((args, kwargs)))):
+            return op(*args, **kwargs)
         args = self._refuse_values(op, args)
-        op, args, kwargs = _without_rows(op, args, kwargs, result)
-        node = self.graph.call_function(op, *pytree.tree_map_only(torch.Tensor, self._node, (args, kwargs)))
+        taken = self._product(*args, **kwargs) if _is_grouped(op) else self._without_rows(op, args, kwargs)
+        # Before the op runs, which may write to a constant.
+        operands = pytree.tree_map_only(torch.Tensor, self._node, taken[1:])
+        node = self.graph.call_function(_out_of_place(taken[0]), *operands)
+        result = op(*args, **kwargs)
         if isinstance(result, torch.Tensor):
-            self._keep(self._nodes, result, node)
+            self._keep(result, node)
         for at, each in enumerate(result if isinstance(result, list | tuple) else ()):
             if isinstance(each, torch.Tensor):
-                self._keep(self._nodes, each, self.graph.call_function(operator.getitem, (node, at)))
+                self._keep(each, self.graph.call_function(operator.getitem, (node, at)))
         return result
+
+    def has(self, value: Any) -> bool:
+        """Return whether a value is a recorded tensor."""
+        return id(value) in self._nodes
 
     def _refuse_values(self, op: Op, args: Any) -> Any:
         """Refuse an op that reads values; return its arguments, where a constant mask is an index."""
         if op.overloadpacket in _INDEXED:
             masks = [index for index in args[1] if index is not None and index.dtype in (torch.bool, torch.uint8)]
-            if not any(id(mask) in self._nodes for mask in masks):
+            if not any(map(self.has, masks)):
                 return args[0], [index for each in args[1] for index in _as_index(each)], *args[2:]
         if {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}.intersection(op.tags) and (
             op.overloadpacket not in _INDEXED or masks
@@ -149,17 +153,38 @@ class _Recorder(TorchDispatchMode):
             raise NotSeparableError(f"what it does depends on values of tokens, weights or parameters ({op})")
         return args
 
-    def _keep(self, nodes: dict[int, torch.fx.Node], tensor: torch.Tensor, node: torch.fx.Node) -> None:
-        nodes[id(tensor)] = node
+    def _product(self, row: torch.Tensor, matrices: torch.Tensor, offs: torch.Tensor, *more: Any) -> Any:
+        """Return the one product that a grouped one is, of a row and an expert's matrix."""
+        if matrices.shape[0] != 1 or offs.tolist() != [len(row)] or any(each is not None for each in more):
+            raise NotSeparableError("a grouped product has more than the groups of its experts")
+        matrix = self.graph.call_function(torch.ops.aten.select.int, (self._node(matrices), 0, 0))
+        return torch.ops.aten.mm.default, (row, matrix), {}
+
+    def _without_rows(self, op: Op, args: Any, kwargs: dict[str, Any]) -> tuple[Op, Any, dict[str, Any]]:
+        """Return an op without the index of the one token or expert that there is: a lookup is a reshape, and to add to
+        a row is to add."""
+        if op.overloadpacket in (torch.ops.aten.index, torch.ops.aten._unsafe_index):
+            sizes = [size for size, index in zip(args[0].shape, args[1], strict=False) if index is not None]
+            result = op(*args)
+            if all(size == 1 for size in sizes) and result.numel() == args[0].numel():
+                return torch.ops.aten.reshape.default, (args[0], list(result.shape)), {}
+        if op.overloadpacket in _ADDED and not kwargs:
+            total, dim, _, added = args
+            if total.shape == added.shape and total.shape[dim] == 1:
+                return _ADDED[op.overloadpacket], (total, added), {}
+        return op, args, kwargs
+
+    def _keep(self, tensor: torch.Tensor, node: torch.fx.Node) -> None:
+        self._nodes[id(tensor)] = node
         self._alive.append(tensor)
 
     def _node(self, tensor: torch.Tensor) -> torch.fx.Node:
-        if (node := self._nodes.get(id(tensor), self._constants.get(id(tensor)))) is not None:
-            return node
-        name = f"constant_{len(self._constants)}"
+        """Return the node of a tensor. A constant may be written to later: each use has its present value."""
+        if self.has(tensor):
+            return self._nodes[id(tensor)]
+        name = f"constant_{len(list(self.root.buffers()))}"
         self.root.register_buffer(name, tensor.clone())
-        self._keep(self._constants, tensor, self.graph.get_attr(name))
-        return self._constants[id(tensor)]
+        return self.graph.get_attr(name)
 
     def returning(self, result: Any, shape: Sequence[int]) -> torch.fx.GraphModule:
         """Return the program that computes a result."""
@@ -171,7 +196,12 @@ class _Recorder(TorchDispatchMode):
         return torch.fx.GraphModule(self.root, self.graph)
 
 
-_INDEXED = (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten._unsafe_index)
+_INDEXED = (
+    torch.ops.aten.index,
+    torch.ops.aten.index_put,
+    torch.ops.aten.index_put_,
+    torch.ops.aten._unsafe_index,
+)
 
 
 def _as_index(index: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -179,18 +209,47 @@ def _as_index(index: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     return index.nonzero(as_tuple=True) if is_mask else (index,)  # type: ignore[union-attr]
 
 
-def _without_rows(op: Op, args: Any, kwargs: dict[str, Any], result: Any) -> tuple[Op, Any, dict[str, Any]]:
-    """Return an op without the index of the one token or expert that there is: a lookup is a reshape, and to add to a
-    row is to add."""
-    if op.overloadpacket in (torch.ops.aten.index, torch.ops.aten._unsafe_index):
-        sizes = [size for size, index in zip(args[0].shape, args[1], strict=False) if index is not None]
-        if all(size == 1 for size in sizes) and result.numel() == args[0].numel():
-            return torch.ops.aten.reshape.default, (args[0], list(result.shape)), {}
-    if op.overloadpacket is torch.ops.aten.index_add and not kwargs:
-        total, dim, _, added = args
-        if total.shape == added.shape and total.shape[dim] == 1:
-            return torch.ops.aten.add.Tensor, (total, added), {}
-    return op, args, kwargs
+def _is_grouped(op: Op) -> bool:
+    return str(op) in ("aten._grouped_mm.default", "transformers.grouped_mm_fallback.default")
+
+
+def _out_of_place(op: Op) -> Op:
+    """Return the op that computes what an op in place writes.
+
+    torch.export takes the gradient from what is written to a detached tensor, which a new tensor is for a dispatch mode
+    (2.13.0). If another view of what is written is read later, the proof fails.
+    """
+    name, _, overload = op.__name__.partition(".")
+    if not name.endswith("_"):
+        return op
+    found = getattr(getattr(torch.ops.aten, name[:-1], None), overload, None)
+    if found is None:
+        raise NotSeparableError(f"it writes by {op}, which has no form that returns a new tensor")
+    return found  # type: ignore[no-any-return]
+
+
+_ADDED = {
+    torch.ops.aten.index_add: torch.ops.aten.add.Tensor,
+    torch.ops.aten.index_add_: torch.ops.aten.add_.Tensor,
+}
+
+
+class _Unreadable(TorchFunctionMode):
+    """Lets nothing read values of recorded tensors past the recorder."""
+
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _READING and self._recorder.has(args[0]):
+            raise NotSeparableError(
+                f"what it does depends on values of tokens, weights or parameters ({func.__name__})"
+            )
+        return func(*args, **(kwargs or {}))
+
+
+_READING = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__)
 
 
 # --- the proof ------------------------------------------------------------------------------------------------------

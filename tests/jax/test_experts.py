@@ -39,6 +39,11 @@ def test_a_module_that_routes_in_its_own_way_has_torch_s_gradients(module: str):
     on_devices.run(routed.as_torch, module)
 
 
+@pytest.mark.parametrize("implementation", ["grouped_mm", pytest.param("batched_mm", marks=pytest.mark.deep)])
+def test_experts_of_transformers_may_be_computed_in_any_of_its_ways(implementation: str):
+    on_devices.run(routed.as_torch, "GptOss", implementation)
+
+
 @pytest.mark.parametrize("check", routed.CHECKS)
 def test_experts(check: str):
     on_devices.run(routed.CHECKS[check])

@@ -144,8 +144,8 @@ moved away from their first values, so that no zero or one hides a difference.
 
 `shardlib census --engine jax` compares the same step of the same models on [`shardlib.jax`](jax.md) with torch on one
 device, on `tp=1`, `tp=2` and `dp=2,tp=2`. The column **JAX** has what it found, and is empty where an architecture was
-not run. Mixtures of experts compute `batched_mm` there. `python benchmarks/census.py --engine jax` runs all of
-transformers into `benchmarks/results/census_jax.jsonl`, and continues where it was stopped.
+not run. `python benchmarks/census.py --engine jax` runs all of transformers into `benchmarks/results/census_jax.jsonl`,
+and continues where it was stopped.
 
 {jax}"""
 
