@@ -1,4 +1,4 @@
-"""What one expert computes of one token, as a program without routing, from a module that loops over experts.
+"""The computation of one expert on one token, as a program without routing, from a module that loops over experts.
 
 A module of experts asks which tokens chose an expert. With one expert and one token the answer is known, so its forward
 runs there with real numbers of experts, and the ops on the token, its weight and the expert's parameters are recorded.
@@ -31,7 +31,7 @@ class NotSeparableError(Exception):
 
 @dataclass(frozen=True)
 class OneExpert:
-    """What one expert computes of one token.
+    """The computation of one expert on one token.
 
     Attributes:
         program: takes the token (1, embed), its weight (1, 1), and each parameter with one expert (1, ...); returns
@@ -46,7 +46,7 @@ class OneExpert:
 
     @property
     def form(self) -> tuple[Any, ...]:
-        """What is equal for programs that compute the same."""
+        """A value that is equal for programs that compute the same."""
         constants = ((name, str(value.dtype), value.tolist()) for name, value in self.program.named_buffers())
         return self.program.code, repr(list(constants)), tuple((x.shape, x.dtype) for x in self.example), self.dtype
 

@@ -41,7 +41,7 @@ torch.library.register_fake(
 
 @dataclass(frozen=True)
 class Routing:
-    """What a plan says of experts.
+    """The settings of a plan for experts.
 
     Attributes:
         axes: for each module whose experts are sharded over an expert axis, this axis.
@@ -74,7 +74,7 @@ class Found:
 
     @property
     def hint(self) -> str:
-        """How experts are compiled, and why some are not; for an error of an export."""
+        """A sentence on how experts are compiled, and why some are not; for an error of an export."""
         if not self.mixture:
             return ""
         refused = (f'\n"{name}" was exported as it is, since {why}.' for name, why in self.refused.items())
