@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardlib._plan.buckets import Bucket, Unit, gradient_buckets, units_of, unshard_buckets, update_buckets
-from shardlib._plan.experts import expert_rows
+from shardlib._plan.experts import expert_axis, expert_rows, stacked_experts
 from shardlib._plan.make import RulesLike, Transform, as_rules, make_plan, say_absent_axes, transformed
 from shardlib._plan.memory import Blocks, Memory
 from shardlib._plan.movements import (
@@ -42,6 +42,7 @@ __all__ = [
     "Transform",
     "Unit",
     "as_rules",
+    "expert_axis",
     "expert_rows",
     "gradient_buckets",
     "join_small",
@@ -49,6 +50,7 @@ __all__ = [
     "movements_of",
     "rows_by_name",
     "say_absent_axes",
+    "stacked_experts",
     "state_update",
     "transformed",
     "unit_of",

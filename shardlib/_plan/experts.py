@@ -16,7 +16,7 @@ from shardlib.rules._adapters import adapts_parameters
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["check_experts", "expert_notes", "expert_rows"]
+__all__ = ["check_experts", "expert_axis", "expert_notes", "expert_rows", "stacked_experts"]
 
 
 def expert_rows(rows: Iterable[Row], mesh: MeshShape) -> dict[str, list[Row]]:
@@ -33,6 +33,23 @@ def expert_rows(rows: Iterable[Row], mesh: MeshShape) -> dict[str, list[Row]]:
         if _axes(row, mesh):
             found.setdefault(row.name.rpartition(".")[0], []).append(row)
     return found
+
+
+def expert_axis(row: Row, mesh: MeshShape) -> str:
+    """Return the expert axis that splits a row of `expert_rows`."""
+    (axis,) = _axes(row, mesh)
+    return axis
+
+
+def stacked_experts(module: nn.Module) -> int | None:
+    """Return the number of experts that a module holds, or None if it is not a module of experts.
+
+    A module of experts has the signature of experts, and no parameters but its own, whose first dim counts experts.
+    """
+    params = dict(module.named_parameters())
+    counts = {param.shape[0] if param.ndim > 1 else 0 for param in params.values()}
+    is_own = not any("." in name for name in params)
+    return counts.pop() or None if len(counts) == 1 and is_own and _takes_tokens(module) else None
 
 
 def expert_notes(rows: Iterable[Row], mesh: MeshShape) -> tuple[str, ...]:

@@ -34,12 +34,13 @@ class Constraints:
     """The sharding constraints of values, for one graph on one mesh.
 
     Attributes:
+        programs: those of the graph's experts.
         leaving: for a node the layouts of the borders that its value leaves by.
         entering: for a node and one that it reads the layouts of the borders between them.
     """
 
     def __init__(self, graph: Graph, borders: Sequence[Border], mesh: Mesh, shape: MeshShape, rows: int) -> None:
-        self.mesh, self.shape, self.rows = mesh, shape, rows
+        self.mesh, self.shape, self.rows, self.programs = mesh, shape, rows, graph.programs
         self.leaving: dict[torch.fx.Node, list[Border]] = {}
         self.entering: dict[tuple[torch.fx.Node, torch.fx.Node], list[Border]] = {}
         laid_out = [border for border in borders if border.layout is not None]
@@ -65,7 +66,7 @@ class Constraints:
 
     def on_batch(self, value: Any) -> Any:
         """Divide the rows of an argument over the data axes."""
-        if value.ndim == 0 or not self._is_batch(value):
+        if value.ndim == 0 or not self.is_batch(value):
             return value
         return self._constrained(value, [self.shape.data_axes, *[()] * (value.ndim - 1)])
 
@@ -80,7 +81,7 @@ class Constraints:
                 f"shape {tuple(value.shape)}, which has another number of dims. Name as many dims as the activation "
                 'has, or begin the layout with "...".'
             )
-        if axes and self._is_batch(value):
+        if axes and self.is_batch(value):
             inner = tuple(axis for axis in axes[0] if axis not in self.shape.data_axes)
             axes[0] = (*self.shape.data_axes, *inner)
         return self._constrained(value, axes)
@@ -96,7 +97,7 @@ class Constraints:
         Each data rank computes its own rows, and the gradient of `other` is summed over data ranks. Rows that do not
         divide evenly are not sharded. The second dim is sharded by `channels`, and no dim after it is.
         """
-        split = self.shape.data_ranks > 1 and self._is_batch(value)
+        split = self.shape.data_ranks > 1 and self.is_batch(value)
         rows = self.shape.data_axes if split else None
         if split and isinstance(self.mesh, Mesh):  # a mesh without devices types a program of global arrays
             by_rank = PartitionSpec(rows)
@@ -109,8 +110,8 @@ class Constraints:
             )
         return self.split_along(function(self.split_along(value, rows, channels), other), rows, channels)
 
-    def _is_batch(self, value: Any) -> bool:
-        """Return whether the first dim counts examples, or a multiple of them, evenly over the data ranks."""
+    def is_batch(self, value: Any) -> bool:
+        """Return whether a value's first dim counts examples, or a multiple of them, evenly over the data ranks."""
         return (
             self.rows > 0
             and value.ndim > 0

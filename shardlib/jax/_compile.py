@@ -18,7 +18,7 @@ from shardlib import _plan
 from shardlib._plan import Phase, Plan, RulesLike, Transform
 from shardlib.engine._torch import copied_with, pytree
 from shardlib.errors import InputError, PlanError, check_flags, nearest
-from shardlib.jax import _lowerings
+from shardlib.jax import _experts, _lowerings
 from shardlib.jax._bits import to_numpy
 from shardlib.jax._borders import Constraints
 from shardlib.jax._context import refuse_explicit
@@ -26,6 +26,7 @@ from shardlib.jax._dtypes import as_dtype, refuse_narrowed, torch_dtype, x64
 from shardlib.jax._export import Around, Graph, export
 from shardlib.jax._interpreter import run
 from shardlib.jax._mesh import shape_of
+from shardlib.jax._opaque import Routing
 from shardlib.jax._scan import Run, find_runs
 from shardlib.jax._storage import Storage, storage_of
 from shardlib.jax.rules import refuse_settings
@@ -36,7 +37,7 @@ _UNDER_AUTO = (
     "Call it under axes of type Auto: "
     'jax.sharding.auto_axes(fn, out_sharding=jax.P("dp"))(params, x), with the sharding that the result has.'
 )
-assert _lowerings  # importing it filled the table
+assert _lowerings and _experts  # importing them filled the table
 Arrays = dict[str, Any]
 
 
@@ -95,7 +96,7 @@ def compile_model(
     if any(isinstance(tensor, DTensor) for tensor in (*model.parameters(), *model.buffers())):
         raise PlanError("The model is sharded already; compile the single-device model, before shard_model.")
     plan = _plan.make_plan(model, shape, rules, transforms=transforms)
-    refuse_settings(plan)
+    refuse_settings(plan, served=("capacity_factor",))
     stored = {row.name: storage_of(row, mesh, shape) for row in plan.rows}
     compiled = Compiled(
         structure_of(model, plan), plan, mesh, stored, _values_of(model, stored, plan), matmul_precision, scan
@@ -345,7 +346,7 @@ class Compiled:
         key = (tuple(_key_of(leaf) for leaf in leaves), str(structure))
         if key not in self._graphs:
             args, kwargs = pytree.tree_unflatten([_example(leaf) for leaf in leaves], structure)
-            self._graphs[key] = export(self._model, args, kwargs)
+            self._graphs[key] = export(self._model, args, kwargs, Routing.of(self.plan))
         return self._graphs[key]
 
 

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import jax
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import AxisType, NamedSharding, PartitionSpec, get_abstract_mesh, reshard
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, get_abstract_mesh, reshard
 
 from shardlib.errors import InputError
 
-__all__ = ["REDISTRIBUTED", "constrained", "is_explicit", "redistributed", "refuse_explicit"]
+__all__ = [
+    "REDISTRIBUTED",
+    "by_shard",
+    "constrained",
+    "is_explicit",
+    "manual_axes",
+    "redistributed",
+    "refuse_explicit",
+]
 
 
 def constrained(value: Any, sharding: NamedSharding) -> Any:
@@ -32,6 +42,18 @@ def redistributed(value: Any, there: NamedSharding, back: NamedSharding) -> Any:
     if forward is None or backward is None:
         return value
     return _redistributed.bind(value, there=forward, back=backward)
+
+
+def manual_axes() -> frozenset[Any]:
+    """Return the mesh axes that are manual where this runs."""
+    return frozenset(get_abstract_mesh().manual_axes)
+
+
+def by_shard(function: Callable[..., Any], mesh: Mesh, axes: set[str], ins: Any, outs: Any) -> Callable[..., Any]:
+    """Return a function of global arrays that calls `function` on the shards over some axes, which are not manual."""
+    context = get_abstract_mesh()
+    inside = context if context.manual_axes else mesh
+    return jax.jit(jax.shard_map(function, mesh=inside, in_specs=ins, out_specs=outs, axis_names=axes))
 
 
 def is_explicit(mesh: Any) -> bool:

@@ -5,6 +5,7 @@ What an export forgets is marked on its nodes before: which of them run without 
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 import traceback
 import warnings
@@ -18,8 +19,10 @@ from torch import nn
 from torch.export.graph_signature import InputKind, OutputKind
 
 from shardlib.engine._torch import Op, decomposition_of
-from shardlib.errors import InputError, PlanError, nearest
+from shardlib.errors import InputError, PlanError, ShardlibError, nearest
 from shardlib.jax._dtypes import refuse_narrowed
+from shardlib.jax._one_expert import OneExpert
+from shardlib.jax._opaque import Found, Routing, opaque
 from shardlib.jax._table import find_lowering, known_ops
 
 __all__ = ["Around", "Graph", "Source", "export", "module_path", "without_gradient"]
@@ -46,6 +49,7 @@ class Graph:
         results: the nodes, or constants, that the model returns, flat.
         changed: the buffers that it changes, each with the node of its new value.
         structure: the tree structure of `results`.
+        programs: what one expert computes of one token, by the numbers that ops of experts have.
     """
 
     nodes: tuple[torch.fx.Node, ...]
@@ -53,6 +57,7 @@ class Graph:
     results: tuple[Any, ...]
     changed: Mapping[str, torch.fx.Node]
     structure: Any
+    programs: tuple[Graph, ...] = ()
 
     @property
     def random(self) -> bool:
@@ -75,23 +80,41 @@ def _draws(node: torch.fx.Node) -> bool:
     return True
 
 
-def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:
-    """Export the graph of a module for arguments of these shapes.
+def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], routing: Routing) -> Graph:
+    """Export the graph of a module for arguments of these shapes. Its modules of experts become one op each.
 
     Raises:
         InputError: its forward depends on values of tensors; the message points at the line.
         PlanError: it cannot be exported for another reason, or has ops that no lowering is registered for; all of
             them are listed.
     """
+    with opaque(model, routing, named) as found:
+        graph = _graph_of(model, args, kwargs, found)
+    return dataclasses.replace(graph, programs=tuple(_of_one(*each) for each in found.programs))
+
+
+def _graph_of(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], found: Found) -> Graph:
     try:
         program = _exported(model, args, kwargs)
+    except ShardlibError:
+        raise
     except Exception as error:
-        raise _explained(error, model) from error
+        raise _explained(error, model, found) from error
     graph = _read(program)
-    _refuse_varying_shapes(graph)
+    _refuse_varying_shapes(graph, found)
     _refuse_unknown(graph)
     _refuse_narrow_nodes(graph)
     return graph
+
+
+def _of_one(name: str, one: OneExpert) -> Graph:
+    """Export what one expert computes. Its constants are part of the graph."""
+    try:
+        graph = _graph_of(one.program, one.example, {}, Found())
+    except ShardlibError as error:
+        raise type(error)(f'One expert of "{name}" cannot be compiled. {error}') from error
+    own = {key: Source("constant", key, value) for key, value in one.program.named_buffers()}
+    return dataclasses.replace(graph, sources={node: own.get(s.name, s) for node, s in graph.sources.items()})
 
 
 def _exported(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.export.ExportedProgram:
@@ -258,7 +281,7 @@ def _lowering_name(node: torch.fx.Node) -> str | None:
     return None if name == "aten::_assert_tensor_metadata.default" or find_lowering(target) else name
 
 
-def _refuse_varying_shapes(graph: Graph) -> None:
+def _refuse_varying_shapes(graph: Graph, found: Found) -> None:
     """Refuse results whose shape depends on values, as of `x[mask]` and `nonzero`, and numbers read from tensors."""
     for node in graph.nodes:
         value = node.meta.get("val")
@@ -266,12 +289,13 @@ def _refuse_varying_shapes(graph: Graph) -> None:
         if isinstance(value, torch.Tensor) and not all(isinstance(size, int) for size in value.shape):
             raise InputError(
                 f'In "{where}" the shape of what {node.target} gives depends on values of tensors{_line_in(node)}. A '
-                "compiled program has fixed shapes. Use torch.where(mask, x, other) in place of x[mask]."
+                f"compiled program has fixed shapes. Use torch.where(mask, x, other) in place of x[mask].{found.hint}"
             )
         if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
             raise InputError(
                 f'In "{where}" {node.target} makes a Python number of a tensor{_line_in(node)}. A compiled program is '
                 "the same for all values. Compute with the tensor itself, or pass the number as an argument."
+                f"{found.hint}"
             )
 
 
@@ -291,7 +315,7 @@ def _refuse_narrow_nodes(graph: Graph) -> None:
 _DEPENDS = ("data-dependent", "DataDependent", "data dependent", "Could not guard", "unbacked")
 
 
-def _explained(error: Exception, model: nn.Module) -> Exception:
+def _explained(error: Exception, model: nn.Module, found: Found) -> Exception:
     where = _line_of(error)
     text = f"{type(error).__name__}: {error}"
     first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -299,7 +323,7 @@ def _explained(error: Exception, model: nn.Module) -> Exception:
         return InputError(
             f"{type(model).__name__} cannot be compiled: its forward depends on values of tensors{where}. A compiled "
             "program is the same for all values. Use torch.where in place of if, a mask in place of an index of "
-            f"varying length, or pass the number as an argument. (torch.export: {first})"
+            f"varying length, or pass the number as an argument. (torch.export: {first}){found.hint}"
         )
     hint = " Pass use_cache=False." if "Cache" in text else ""
     return PlanError(f"{type(model).__name__} cannot be exported{where}: {first.rstrip('.')}.{hint}")

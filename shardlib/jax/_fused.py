@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from shardlib.jax._lowerings.views import concrete
 from shardlib.jax._table import Lowering
 
-__all__ = ["Fused", "call", "unfused"]
+__all__ = ["Fused", "call", "unfused", "with_parts"]
 
 Parts = tuple[tuple[int, ...], ...]
 
@@ -123,7 +123,9 @@ def _in_parts(value: Any, parts: Parts) -> Any:
 _WITH_PARTS: dict[str, Callable[..., Any]] = {}
 
 
-def _with_parts(*ops: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def with_parts(*ops: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register a function of an op that takes operands with parts, or returns NotImplemented."""
+
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         _WITH_PARTS.update(dict.fromkeys(ops, function))
         return function
@@ -131,17 +133,17 @@ def _with_parts(*ops: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]
     return register
 
 
-@_with_parts("aten::linear.default")
+@with_parts("aten::linear.default")
 def _linear(x: Any, weight: Any, bias: Any = None) -> Any:
     return _product(x, _transposed(weight), bias) if weight.ndim == 2 else NotImplemented
 
 
-@_with_parts("aten::mm.default", "aten::matmul.default", "aten::bmm.default")
+@with_parts("aten::mm.default", "aten::matmul.default", "aten::bmm.default")
 def _matmul(a: Any, b: Any) -> Any:
     return _product(a, b, None) if b.ndim == 2 else _batched(a, b)
 
 
-@_with_parts("aten::addmm.default")
+@with_parts("aten::addmm.default")
 def _addmm(x: Any, a: Any, b: Any, *, beta: float = 1, alpha: float = 1) -> Any:
     return _product(a, b, x) if beta == alpha == 1 else NotImplemented
 
@@ -177,19 +179,19 @@ def _array(value: Any) -> Any:
     return value.array if isinstance(value, Fused) else value
 
 
-@_with_parts("aten::t.default", "aten::mT.default")
+@with_parts("aten::t.default", "aten::mT.default")
 def _transposed(x: Any) -> Any:
     return _permuted(x, (*range(x.ndim - 2), x.ndim - 1, x.ndim - 2))
 
 
-@_with_parts("aten::transpose.int")
+@with_parts("aten::transpose.int")
 def _transpose(x: Any, dim0: int, dim1: int) -> Any:
     order = list(range(x.ndim))
     order[dim0], order[dim1] = order[dim1], order[dim0]
     return _permuted(x, order)
 
 
-@_with_parts("aten::permute.default")
+@with_parts("aten::permute.default")
 def _permuted(x: Any, dims: Sequence[int]) -> Any:
     if not isinstance(x, Fused):
         return jnp.transpose(x, tuple(dims))
@@ -204,7 +206,7 @@ def _flat_dims(x: Fused, dim: int) -> range:
     return range(first, first + len(x.parts[dim]))
 
 
-@_with_parts("aten::view.default", "aten::_unsafe_view.default", "aten::reshape.default")
+@with_parts("aten::view.default", "aten::_unsafe_view.default", "aten::reshape.default")
 def _view(x: Any, shape: Sequence[int]) -> Any:
     """View a tensor. The array has the tensor's order of elements, so any view is a reshape of the array.
 
@@ -219,14 +221,14 @@ def _view(x: Any, shape: Sequence[int]) -> Any:
     return _fused(x.array, parts)
 
 
-@_with_parts("aten::split.Tensor")
+@with_parts("aten::split.Tensor")
 def _split(x: Any, size: int, dim: int = 0) -> Any:
     length = x.shape[dim]
     ends = [min(at + size, length) for at in range(0, length, size)]
     return _split_with_sizes(x, [end - start for start, end in zip([0, *ends], ends, strict=False)], dim)
 
 
-@_with_parts("aten::split_with_sizes.default")
+@with_parts("aten::split_with_sizes.default")
 def _split_with_sizes(x: Any, sizes: Sequence[int], dim: int = 0) -> Any:
     dim %= x.ndim
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
@@ -234,7 +236,7 @@ def _split_with_sizes(x: Any, sizes: Sequence[int], dim: int = 0) -> Any:
     return NotImplemented if any(piece is NotImplemented for piece in pieces) else tuple(pieces)
 
 
-@_with_parts("aten::slice.Tensor")
+@with_parts("aten::slice.Tensor")
 def _slice(x: Any, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
     first, last, _ = slice(start, end).indices(x.shape[dim])
     return _run(x, dim % x.ndim, first, last) if step == 1 else NotImplemented
@@ -252,7 +254,7 @@ def _run(x: Fused, dim: int, start: int, stop: int) -> Any:
     return _fused(x.array[at], [*x.parts[:dim], own, *x.parts[dim + 1 :]])
 
 
-@_with_parts("aten::select.int")
+@with_parts("aten::select.int")
 def _select(x: Any, dim: int, index: int) -> Any:
     dim %= x.ndim
     if len(x.parts[dim]) > 1:
@@ -261,19 +263,19 @@ def _select(x: Any, dim: int, index: int) -> Any:
     return _fused(flat, [*x.parts[:dim], *x.parts[dim + 1 :]])
 
 
-@_with_parts("aten::unsqueeze.default")
+@with_parts("aten::unsqueeze.default")
 def _unsqueeze(x: Any, dim: int) -> Any:
     at = dim % (x.ndim + 1)
     return _fused(x.array, [*x.parts[:at], (1,), *x.parts[at:]])
 
 
-@_with_parts("aten::squeeze.dim")
+@with_parts("aten::squeeze.dim")
 def _squeeze(x: Any, dim: int) -> Any:
     at = dim % x.ndim
     return x if x.shape[at] != 1 else _fused(x.array, [*x.parts[:at], *x.parts[at + 1 :]])
 
 
-@_with_parts("aten::index.Tensor")
+@with_parts("aten::index.Tensor")
 def _index(x: Any, indices: Sequence[Any]) -> Any:
     """Index the first dim, as for one expert's weights."""
     if len(indices) != 1 or not isinstance(x, Fused) or len(x.parts[0]) > 1 or indices[0].dtype == bool:

@@ -257,7 +257,7 @@ def _named(axes: Sequence[str]) -> str:
 def _product(eqn: Any, operands: Sequence[Operand], shape: MeshShape) -> Ruling:
     (left_in, right_in), (left_batch, right_batch) = eqn.params["dimension_numbers"]
     left, right = operands
-    left, right, gathered = _gathered_on_a_grid(left, right, left_in, right_in)
+    left, right, gathered = _gathered_on_a_grid(left, right, (left_in, left_batch), (right_in, right_batch))
     batch = [_agreed(left.spec[a], right.spec[b], "batch dim") for a, b in zip(left_batch, right_batch, strict=True)]
     free = [
         o.spec[d]
@@ -278,7 +278,7 @@ def _product(eqn: Any, operands: Sequence[Operand], shape: MeshShape) -> Ruling:
 
 
 def _gathered_on_a_grid(
-    left: Operand, right: Operand, left_in: Sequence[int], right_in: Sequence[int]
+    left: Operand, right: Operand, left_dims: Sequence[Sequence[int]], right_dims: Sequence[Sequence[int]]
 ) -> tuple[Operand, Operand, Counter[Move]]:
     """Gather operands for a product with a matrix both of whose dims are split; return them, and the gathers.
 
@@ -287,11 +287,11 @@ def _gathered_on_a_grid(
     """
     if bool(left.parameter) == bool(right.parameter):
         return left, right, Counter()
-    (weight, w_in), (x, x_in) = ((left, left_in), (right, right_in))[:: 1 if left.parameter else -1]
-    inner, kept = _split_over(weight, w_in)
+    (weight, w_dims), (x, x_dims) = ((left, left_dims), (right, right_dims))[:: 1 if left.parameter else -1]
+    inner, kept = _split_over(weight, *w_dims)
     if not (inner and kept):
         return left, right, Counter()
-    x_inner, x_kept = _split_over(x, x_in)
+    x_inner, x_kept = _split_over(x, *x_dims)
     x_whole, w_whole = (x_inner | x_kept) & kept, inner & x_kept
     weight, x = _whole_over(weight, w_whole), _whole_over(x, x_whole)
     count = moved("gather", x_whole) + moved("gather", w_whole)
@@ -302,10 +302,10 @@ def _whole_over(one: Operand, gathered: set[str]) -> Operand:
     return dataclasses.replace(one, spec=tuple(tuple(axis for axis in dim if axis not in gathered) for dim in one.spec))
 
 
-def _split_over(one: Operand, contracted: Sequence[int]) -> tuple[set[str], set[str]]:
-    """Return the axes of contracted dims, and those of the other dims."""
+def _split_over(one: Operand, contracted: Sequence[int], batch: Sequence[int]) -> tuple[set[str], set[str]]:
+    """Return the axes of contracted dims, and those of dims that are neither contracted nor batch dims."""
     inner = {axis for dim in contracted for axis in one.spec[dim]}
-    return inner, _axes(one.spec) - inner
+    return inner, _axes(tuple(axes for dim, axes in enumerate(one.spec) if dim not in batch)) - inner
 
 
 def _agreed(one: tuple[str, ...], other: tuple[str, ...], what: str) -> tuple[str, ...]:

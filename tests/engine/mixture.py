@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import nn
 
-__all__ = ["CHOICES", "EMBED", "EXPERTS", "Experts", "Mixture", "Model"]
+__all__ = ["CHOICES", "EMBED", "EXPERTS", "Batched", "Experts", "Mixture", "Model", "limit_capacity"]
 
 EMBED, FF, EXPERTS, CHOICES = 6, 10, 5, 2
 
@@ -29,6 +30,31 @@ class Experts(nn.Module):
             made = (tokens[row] @ self.up[expert].t()).tanh() @ self.down[expert].t()
             result = result.index_add(0, row, (made * weights[row, choice, None]).to(result.dtype))
         return result
+
+
+class Batched(Experts):
+    """The same without a look at values, so that it runs dry."""
+
+    def forward(self, tokens: torch.Tensor, numbers: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        made = torch.einsum("te,tkfe->tkf", tokens, self.up[numbers]).tanh()
+        return torch.einsum("tkf,tkef,tk->te", made, self.down[numbers], weights)
+
+
+def limit_capacity(module: Experts, factor: float) -> None:
+    """What `expert_capacity` does, one choice after another."""
+    inner = module.forward
+
+    def forward(tokens: torch.Tensor, numbers: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        room = [math.ceil(factor * numbers.numel() / EXPERTS)] * EXPERTS
+        kept = torch.ones_like(weights)
+        for choice in range(numbers.shape[1]):
+            for token in range(len(numbers)):
+                expert = int(numbers[token, choice])
+                kept[token, choice] = room[expert] > 0
+                room[expert] -= 1
+        return inner(tokens, numbers, weights * kept)
+
+    module.forward = forward  # type: ignore[method-assign]
 
 
 class Mixture(nn.Module):

@@ -18,7 +18,7 @@ import shardlib as sl
 from shardlib.engine.feature.recording import record_collectives
 from shardlib.optim import Lamb
 from shardlib.testing import equivalent
-from tests.engine.mixture import CHOICES, EMBED, EXPERTS, Experts, Mixture, Model
+from tests.engine.mixture import CHOICES, EMBED, EXPERTS, Batched, Mixture, Model, limit_capacity
 from tests.engine.whole import whole
 
 _ROWS, _SEQ = 8, 3
@@ -256,14 +256,6 @@ def test_tokens_go_once_to_each_rank_that_has_their_experts_and_to_no_other(rank
         assert len(collectives) == 2 * 8
 
 
-class Batched(Experts):
-    """The same without a look at values, so that it runs dry."""
-
-    def forward(self, tokens: torch.Tensor, numbers: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        made = torch.einsum("te,tkfe->tkf", tokens, self.up[numbers]).tanh()
-        return torch.einsum("tkf,tkef,tk->te", made, self.down[numbers], weights)
-
-
 def _with_all_chosen() -> nn.Module:
     model = _start(favourites=tuple(range(EXPERTS)))
     for layer in model.layers:
@@ -292,28 +284,11 @@ def test_a_dry_run_tells_what_travels_if_experts_are_equally_popular(ranks):
 # --- capacity ------------------------------------------------------------------------------------------------------
 
 
-def _dropping(module: Experts, factor: float) -> None:
-    """What `expert_capacity` does, one choice after another."""
-    inner = module.forward
-
-    def forward(tokens: torch.Tensor, numbers: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        room = [math.ceil(factor * numbers.numel() / EXPERTS)] * EXPERTS
-        kept = torch.ones_like(weights)
-        for choice in range(numbers.shape[1]):
-            for token in range(len(numbers)):
-                expert = int(numbers[token, choice])
-                kept[token, choice] = room[expert] > 0
-                room[expert] -= 1
-        return inner(tokens, numbers, weights * kept)
-
-    module.forward = forward  # type: ignore[method-assign]
-
-
 def _limited(factor: float) -> tuple[float, float]:
     single, model = _sharded("ep=2", sl.expert_capacity(factor))
     free = copy.deepcopy(single)
     for layer in single.layers:
-        _dropping(layer[1].experts, factor)
+        limit_capacity(layer[1].experts, factor)
     for rows in batch(0).chunk(2):
         (single(rows).square().mean() / 2).backward()
         (free(rows).square().mean() / 2).backward()

@@ -86,7 +86,7 @@ FAMILIES: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any]]] = {
         lambda step: T5("", padding=True).make_batch(step),
     ),
     "mixtral": (
-        lambda: Mixtral("", "batched_mm", settings=_LLAMA).make_model(),
+        lambda: Mixtral("", settings=_LLAMA).make_model(),
         lambda step: Mixtral("", balanced=True).make_batch(step),
     ),
     "resnet": (lambda: ResNet("").make_model(), lambda step: _small(ResNet("").make_batch(step))),

@@ -19,7 +19,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -37,7 +37,7 @@ from shardlib.engine.ranks.lost import naming_lost_ranks_in_operations
 from shardlib.engine.undo import replace_forward
 from shardlib.errors import InputError, PlanError
 
-__all__ = ["Spread", "install", "refuse_dropout"]
+__all__ = ["Spread", "counts_experts", "holding", "install", "refuse_dropout"]
 
 _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 # Attributes of modules for their number of experts; while the module runs, they are set to the rank's number.
@@ -165,6 +165,28 @@ def _run_local(
     return tokens.new_zeros(tokens.shape).index_add(0, row, results) if each else results
 
 
+def counts_experts(module: nn.Module) -> bool:
+    """Return whether a module has an attribute for a number of experts."""
+    return any(isinstance(getattr(module, name, None), int) for name in _COUNTS)
+
+
+@contextmanager
+def holding(module: nn.Module, params: Mapping[str, torch.Tensor], experts: int, own: int) -> Iterator[None]:
+    """Replace parameters of a module, and its number of experts, which becomes `own`, inside the block."""
+    held = _torch.own_tensors(module)[0]
+    before = {key: held[key] for key in params}
+    counts = [name for name in _COUNTS if getattr(module, name, None) == experts]
+    try:
+        held.update(params)
+        for name in counts:
+            setattr(module, name, own)
+        yield
+    finally:
+        held.update(before)
+        for name in counts:
+            setattr(module, name, experts)
+
+
 @contextmanager
 def _own_experts(module: nn.Module, spread: Spread) -> Iterator[None]:
     """Replace the module's parameters by this rank's experts inside the block.
@@ -172,18 +194,9 @@ def _own_experts(module: nn.Module, spread: Spread) -> Iterator[None]:
     They are plain tensors or, where experts are sharded, DTensors over the inner mesh.
     """
     params = _torch.own_tensors(module)[0]
-    before = {key: params[key] for key in spread.keys}
-    counts = {name: getattr(module, name) for name in _COUNTS if getattr(module, name, None) == spread.experts}
-    try:
-        for key, param in before.items():
-            params[key] = _OwnExperts.apply(param, spread.own, spread.inner, 1.0 / spread.ranks)
-        for name in counts:
-            setattr(module, name, spread.own)
+    own = {key: _OwnExperts.apply(params[key], spread.own, spread.inner, 1.0 / spread.ranks) for key in spread.keys}
+    with holding(module, own, spread.experts, spread.own):
         yield
-    finally:
-        params.update(before)
-        for name, count in counts.items():
-            setattr(module, name, count)
 
 
 class _OwnExperts(torch.autograd.Function):

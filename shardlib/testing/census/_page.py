@@ -63,8 +63,8 @@ def _jax(results: Sequence[Result], facts: Mapping[str, Any], torchax: Mapping[t
         f"| refused by an error | {counts['refused']} | {theirs['error']} |",
         f"| not exported, and right on torchax | | {theirs['right'] - beside['right']} |",
         "",
-        "shardlib's are right where a training step is that of one device on all three meshes, to the last digits of "
-        "float64; torchax's where loss and gradients are on one device, to a millionth of the largest gradient.",
+        "shardlib's are right where a training step is that of one device on all three meshes, within what rounding in",
+        "float64 allows; torchax's where loss and gradients are on one device, to a millionth of the largest gradient.",
     ]
     others = [r for r in built if r.status != "proved"]
     lines += ["", "| architecture | class | found | why |", "|---|---|---|---|"] if others else []
@@ -168,9 +168,9 @@ moved away from their first values, so that no zero or one hides a difference.
 
 `shardlib census --engine jax` compares the same step of the same models on [`shardlib.jax`](jax.md) with torch on one
 device, on `tp=1`, `tp=2` and `dp=2,tp=2`. The column **JAX** has what it found, and is empty where an architecture was
-not run. Mixtures of experts compute `batched_mm` there. `python benchmarks/census.py --engine jax` runs all of
-transformers into `benchmarks/results/census_jax.jsonl`, and continues where it was stopped; then
-`python benchmarks/census_torchax.py` trains the same models on torchax, with the same batches.
+not run. `python benchmarks/census.py --engine jax` runs all of transformers into
+`benchmarks/results/census_jax.jsonl`, and continues where it was stopped; then `python benchmarks/census_torchax.py`
+trains the same models on torchax, with the same batches.
 
 {jax}"""
 
