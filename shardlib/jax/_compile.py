@@ -22,10 +22,11 @@ from shardlib.jax import _lowerings
 from shardlib.jax._bits import to_numpy
 from shardlib.jax._borders import Constraints
 from shardlib.jax._context import refuse_explicit
-from shardlib.jax._dtypes import as_dtype, refuse_narrowed, torch_dtype, x64
-from shardlib.jax._export import Around, Graph, export
+from shardlib.jax._dtypes import as_dtype, torch_dtype, x64
+from shardlib.jax._export import Around, Graph, Source, export
 from shardlib.jax._interpreter import run
 from shardlib.jax._mesh import shape_of
+from shardlib.jax._narrow import fitting, refuse_narrowed
 from shardlib.jax._scan import Run, find_runs
 from shardlib.jax._storage import Storage, storage_of
 from shardlib.jax.rules import refuse_settings
@@ -273,7 +274,7 @@ class Compiled:
         def stored(node: torch.fx.Node) -> tuple[Any, Storage | None]:
             source = graph.sources[node]
             if source.kind == "constant":
-                return jnp.asarray(to_numpy(source.value)), None
+                return _constant(source), None
             name = self.plan[source.name].name
             return arrays[name], self._stored[name]
 
@@ -288,7 +289,7 @@ class Compiled:
                     values[name] = self._stored[name].value(arrays[name])
                 inputs[node] = values[name]
             elif source.kind == "constant":
-                inputs[node] = jnp.asarray(to_numpy(source.value))
+                inputs[node] = _constant(source)
             elif isinstance(node.meta.get("val"), torch.Tensor):
                 inputs[node] = next(batch).astype(as_dtype(node.meta["val"].dtype))
             else:
@@ -371,7 +372,12 @@ def _is_array(leaf: Any) -> bool:
 
 
 def _as_array(leaf: Any) -> Any:
-    return jnp.asarray(to_numpy(leaf)) if isinstance(leaf, torch.Tensor) else jnp.asarray(leaf)
+    values = to_numpy(leaf) if isinstance(leaf, torch.Tensor) else leaf
+    return jnp.asarray(fitting(values, "An argument") if isinstance(values, np.ndarray | np.generic) else values)
+
+
+def _constant(source: Source) -> Any:
+    return jnp.asarray(fitting(to_numpy(source.value), f'The constant "{source.name}"'))
 
 
 def _key_of(leaf: Any) -> Any:
@@ -386,7 +392,7 @@ def _dtype_of(leaf: Any) -> torch.dtype:
     dtype = leaf.dtype if isinstance(leaf, torch.Tensor) else torch_dtype(leaf.dtype)
     if not x64() and dtype == torch.int32:
         return torch.int64
-    refuse_narrowed(dtype, "An argument")
+    refuse_narrowed(dtype, "An argument", convert="the model with .float()")
     return dtype
 
 

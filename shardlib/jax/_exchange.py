@@ -25,6 +25,7 @@ from shardlib.errors import InputError, MeshError
 from shardlib.jax._bits import to_numpy
 from shardlib.jax._dtypes import as_dtype, exact_dtype
 from shardlib.jax._mesh import make_mesh, named_sharding
+from shardlib.jax._narrow import fitting, refuse_narrowed
 from shardlib.layout import Layout
 
 __all__ = ["shares_memory", "to_jax", "to_torch"]
@@ -57,7 +58,8 @@ def to_jax(
 
     Raises:
         InputError: uneven shards without `pad`; memory that cannot be shared, with `copy=False`; a dtype that JAX does
-            not have or would narrow.
+            not have or would narrow. Without `jax_enable_x64`, JAX has integers of 32 bits: those of 64 bits on the CPU
+            are converted if their values fit, and refused otherwise.
         LayoutError: a layout without a JAX sharding: a factor of a fused dim is sharded, or it is partial.
         MeshError: torch and JAX run on different processes.
 
@@ -72,7 +74,7 @@ def to_jax(
         return type(tensor)(to_jax(value, mesh, layout, pad=pad, copy=copy) for value in tensor)
     if not isinstance(tensor, torch.Tensor):
         raise InputError(f"to_jax was given {type(tensor).__name__}; give a tensor, or a mapping or list of tensors.")
-    _refuse_narrow(tensor.dtype)
+    _refuse_narrowed(tensor)
     if isinstance(tensor, DTensor):
         if layout is not None:
             raise InputError(
@@ -151,12 +153,15 @@ def shares_memory(tensor: torch.Tensor, array: jax.Array) -> bool:
 # --- one piece ------------------------------------------------------------------------------------------------------
 
 
-def _refuse_narrow(dtype: torch.dtype) -> None:
-    if as_dtype(dtype) != exact_dtype(dtype):
+def _refuse_narrowed(tensor: torch.Tensor) -> None:
+    """Refuse dtypes that JAX halves, but for integers whose values can be compared here, alike on every process."""
+    refuse_narrowed(tensor.dtype, "A tensor", convert="the tensor")
+    compared = tensor.device.type == "cpu" and not isinstance(tensor, DTensor)
+    if as_dtype(tensor.dtype) != exact_dtype(tensor.dtype) and not compared:
         raise InputError(
-            f"A tensor of {dtype} was given, and JAX would silently make it {as_dtype(dtype).name}, since "
-            'jax_enable_x64 is off. Call jax.config.update("jax_enable_x64", True) before the first array is made, or '
-            "convert the tensor."
+            f"A {type(tensor).__name__} of {tensor.dtype} on {tensor.device.type} was given, and JAX would make it "
+            f"{as_dtype(tensor.dtype).name}, since jax_enable_x64 is off. Call "
+            'jax.config.update("jax_enable_x64", True) before the first array is made, or convert it with .int().'
         )
 
 
@@ -165,7 +170,7 @@ def _on_device(tensor: torch.Tensor, device: Any, copy: bool | None) -> jax.Arra
     if tensor.device.type != "cpu":
         array = jax.dlpack.from_dlpack(tensor.contiguous())
         return jnp.copy(array) if copy else array
-    values = to_numpy(tensor)
+    values = fitting(to_numpy(tensor), "A tensor")
     if copy:
         values = np.array(values, order="C")
         return jax.block_until_ready(jnp.copy(jax.device_put(values, device)))
@@ -182,6 +187,10 @@ def _why_not_shared(tensor: torch.Tensor, device: Any) -> str:
         return f"the device is {device} and the tensor is on the CPU"
     if not tensor.is_contiguous():
         return "the tensor is not row-major"
+    if tensor.is_conj() or tensor.is_neg():
+        return "the tensor is conjugated or negated when it is read"
+    if as_dtype(tensor.dtype) != exact_dtype(tensor.dtype):
+        return f"{tensor.dtype} becomes {as_dtype(tensor.dtype).name} without jax_enable_x64"
     if tensor.numel() and tensor.data_ptr() % _ALIGNED:
         return f"the tensor begins at an address that is not a multiple of {_ALIGNED} bytes"
     return ""

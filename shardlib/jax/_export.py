@@ -19,7 +19,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from shardlib.engine._torch import Op, decomposition_of
 from shardlib.errors import InputError, PlanError, nearest
-from shardlib.jax._dtypes import refuse_narrowed
+from shardlib.jax._narrow import refuse_narrowed
 from shardlib.jax._table import find_lowering, known_ops
 
 __all__ = ["Around", "Graph", "Source", "export", "module_path", "without_gradient"]
@@ -285,7 +285,8 @@ def _refuse_narrow_nodes(graph: Graph) -> None:
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor):
             where = (module_path(node) or ("",))[-1] or "(root)"
-            refuse_narrowed(value.dtype, f'What "{where}" computes with {node.target}')
+            what = f'What "{where}" computes with {node.target}'
+            refuse_narrowed(value.dtype, what, convert="the model with .float()")
 
 
 _DEPENDS = ("data-dependent", "DataDependent", "data dependent", "Could not guard", "unbacked")

@@ -23,6 +23,7 @@ from shardlib.errors import CheckpointError, InputError, nearest
 from shardlib.jax._bits import to_numpy
 from shardlib.jax._compile import Compiled
 from shardlib.jax._dtypes import torch_dtype
+from shardlib.jax._narrow import fitting, refuse_narrowed
 from shardlib.jax._storage import Storage, by_pieces
 from shardlib.rules.trees import name_of_path
 
@@ -148,12 +149,13 @@ def _of_leaf(name: str, leaf: Any) -> _Target:
             "makes it."
         )
     sharding = leaf.sharding or SingleDeviceSharding(jax.local_devices()[0])
-    shape, dtype = tuple(leaf.shape), leaf.dtype
+    shape, dtype = tuple(leaf.shape), torch_dtype(leaf.dtype)
+    refuse_narrowed(dtype, f'"{name}"')
 
     def make(read: Callable[[Slices], torch.Tensor]) -> Any:
-        return by_pieces(shape, sharding, lambda index: to_numpy(read(index).to(torch_dtype(dtype)).contiguous()))
+        return by_pieces(shape, sharding, lambda index: fitting(to_numpy(read(index).to(dtype)), f'"{name}"'))
 
-    return _Target((name,), shape, torch_dtype(dtype), make)
+    return _Target((name,), shape, dtype, make)
 
 
 def _chosen(source: Opened, targets: Mapping[str, _Target], cast: bool) -> dict[str, list[tuple[str, Saved]]]:

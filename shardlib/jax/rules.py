@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardlib._dtypes import name_of
@@ -18,6 +19,7 @@ from shardlib._plan import Phase, Plan, Row, RulesLike, Transform, make_plan
 from shardlib.errors import InputError, MeshError, PlanError
 from shardlib.jax._context import constrained
 from shardlib.jax._mesh import named_sharding
+from shardlib.jax._narrow import fitting, refuse_narrowed
 from shardlib.layout import Layout
 from shardlib.rules.specs import check_even
 from shardlib.rules.trees import Tree
@@ -217,22 +219,11 @@ def _even_choices(layout: Layout, shape: tuple[int, ...], mesh: MeshShape, added
 
 def _placed(name: str | None, leaf: Any, sharding: NamedSharding) -> Any:
     if name is not None:
-        _refuse_narrowed(name, leaf)
+        refuse_narrowed(leaf.dtype, f'"{name}"')
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
     if hasattr(leaf, "untyped_storage"):  # a tensor of torch
         from shardlib.jax._bits import to_numpy
 
         leaf = to_numpy(leaf)
-    return jax.device_put(leaf, sharding)
-
-
-def _refuse_narrowed(name: str, leaf: Any) -> None:
-    """Refuse an array of float64 or complex128 that JAX would halve without a word."""
-    dtype = name_of(leaf.dtype)
-    kept = jax.dtypes.canonicalize_dtype(dtype).name if dtype in ("float64", "complex128") else dtype
-    if kept != dtype:
-        raise InputError(
-            f'"{name}" is {dtype}, and JAX would silently make it {kept}, since jax_enable_x64 is off. Call '
-            'jax.config.update("jax_enable_x64", True) before the first array is made, or convert the array.'
-        )
+    return jax.device_put(fitting(leaf, f'"{name}"') if isinstance(leaf, np.ndarray) else leaf, sharding)

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.jax import exchanged, on_devices
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -15,6 +17,35 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 def test_every_dtype_goes_there_and_back_without_a_copy():
     assert on_devices.run(exchanged.round_trips) == []
+
+
+_EXACT = ["float8_e4m3fn", "float8_e5m2", "bfloat16", "float16", "float64", "int64", "bool", "complex64", "complex128"]
+_CASES = [(form, dtype) for form in exchanged.FORMS for dtype in _EXACT if form not in ("conjugated", "negated")]
+
+
+@pytest.mark.parametrize(("form", "dtype"), [*_CASES, ("conjugated", "complex64"), ("negated", "float32")])
+def test_a_tensor_of_any_form_has_the_same_bits_there_and_back(form: str, dtype: str):
+    on_devices.run(exchanged.there_and_back, form, dtype)
+
+
+FITS = ("InputError", "holds int64 numbers that int32 cannot hold", "jax_enable_x64")
+WORDS_64 = {
+    "load": ('"n" holds', *FITS),
+    "to_jax": ("A tensor holds", *FITS),
+    "shared": ("InputError", "torch.int64 becomes int32 without jax_enable_x64"),
+    "from_torch": ('"kept" holds', *FITS),
+    "argument": ("An argument holds", *FITS),
+    "numpy": ("An argument holds", *FITS),
+    "constant": ("The constant", *FITS),
+    "shard_params": ('"n" holds', *FITS),
+}
+
+
+def test_integers_of_64_bits_are_exact_or_refused_without_x64():
+    raised = on_devices.run(exchanged.integers_of_64_bits, x64=False)
+    assert raised.keys() == WORDS_64.keys()
+    for name, words in WORDS_64.items():
+        assert [word for word in words if word not in raised[name]] == [], raised[name]
 
 
 def test_which_memory_is_shared():
