@@ -225,7 +225,7 @@ class Compiled:
     def to_torch(self, arrays: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """Convert arrays by name (parameters, gradients, buffers) to unsharded tensors with the model's shapes; copies.
 
-        Every process must call it with fully addressable arrays.
+        Arrays over several processes are gathered: every process has to call this, and gets the whole tensors.
         """
         return {name: self._storage(name).to_torch(array) for name, array in arrays.items()}
 

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from jax import lax
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardlib._mesh_shape import MeshShape
@@ -117,6 +118,8 @@ class Storage:
         """Convert an array, or anything of its shape such as a gradient, to the unsharded tensor; always a copy."""
         if tuple(array.shape) != self.array_shape:
             raise InputError(f'"{self.name}" was given as an array of shape {array.shape}; it is {self.array_shape}.')
+        if not getattr(array, "is_fully_addressable", True):  # of several processes, all of which are here
+            array = multihost_utils.process_allgather(array, tiled=True)
         values = np.asarray(array)[tuple(slice(size) for sizes in self.parts for size in sizes)]
         tensor = to_tensor(np.ascontiguousarray(values).reshape(self.global_shape))
         # Integers of 64 bits have 32 in JAX without jax_enable_x64.

@@ -1,10 +1,8 @@
-"""Tensors to arrays and back. The first part runs on the devices, the second in two processes of torch and JAX."""
+"""Tensors to arrays and back, on the devices of one process."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -179,74 +177,3 @@ def refused() -> dict[str, str]:
         "unaligned": raised(lambda: sj.to_jax(torch.zeros(65)[1:], copy=False)),
         "pieces": raised(lambda: sj.to_torch(sj.to_jax(torch.zeros(8), mesh, "rows@tp"), copy=False)),
     }
-
-
-# --- two processes --------------------------------------------------------------------------------------------------
-
-
-def train_with_torch_on_gradients_of_jax(rank: int, ports: list[int]) -> None:
-    """DTensor parameters, a jitted `value_and_grad` in JAX, DTensor gradients, torch's AdamW: torch's numbers."""
-    import os
-
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports[0])}
-    import jax
-    import torch.distributed as dist
-    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-
-    import shardlib as sl
-    import shardlib.jax as sj
-
-    jax.config.update("jax_enable_x64", True)
-    dist.init_process_group("gloo", rank=rank, world_size=2)
-    jax.distributed.initialize(f"127.0.0.1:{ports[1]}", num_processes=2, process_id=rank)
-    mesh = sl.mesh("tp=2")
-    torch.manual_seed(0)
-    # 64 columns of float64 are a multiple of 64 bytes; 7 rows are uneven.
-    full = {
-        "up": torch.randn(64, 16).double(),
-        "down": torch.randn(16, 64).double(),
-        "odd": torch.randn(7, 64).double(),
-    }
-    places = {"up": Shard(0), "down": Shard(1), "odd": Shard(0)}
-    params = {name: distribute_tensor(value, mesh, [places[name]]).requires_grad_() for name, value in full.items()}
-    x = torch.randn(8, 16).double()
-    inputs = sj.to_jax(distribute_tensor(x, mesh, [Replicate()]))
-
-    def loss_of(params: Any, x: Any) -> Any:
-        hidden = jax.numpy.tanh(x @ params["up"].T)
-        return ((hidden @ params["down"].T) ** 2).mean() + ((hidden @ params["odd"][:7].T) ** 2).mean()
-
-    first = sj.to_jax(params, pad=True)
-    shardings = {name: array.sharding for name, array in first.items()}
-    step = jax.jit(jax.value_and_grad(loss_of), out_shardings=(None, shardings))
-    alone = {name: value.clone().requires_grad_() for name, value in full.items()}
-    optimizers = [torch.optim.AdamW(list(group.values()), 1e-2, eps=1e-5) for group in (params, alone)]
-    for _ in range(3):
-        arrays = sj.to_jax(params, pad=True)
-        assert all(sj.shares_memory(params[name], arrays[name]) for name in ("up", "down"))
-        loss, grads = jax.block_until_ready(step(arrays, inputs))
-        (shard,) = grads["odd"].addressable_shards
-        assert float(abs(shard.data[4 - rank :]).sum()) == 0, "the pad has a gradient"
-        for name, parameter in params.items():
-            grad = sj.to_torch(grads[name], mesh, global_shape=tuple(parameter.shape))
-            assert isinstance(grad, DTensor) and grad.shape == parameter.shape
-            parameter.grad = grad
-        hidden = torch.tanh(x @ alone["up"].T)
-        wanted = ((hidden @ alone["down"].T) ** 2).mean() + ((hidden @ alone["odd"].T) ** 2).mean()
-        wanted.backward()
-        assert abs(float(loss) - float(wanted)) <= 1e-12 * float(wanted)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    for name, parameter in params.items():
-        assert torch.allclose(parameter.full_tensor(), alone[name], rtol=1e-12, atol=1e-12), name
-    partial = DTensor.from_local(torch.zeros(4), mesh, [torch.distributed.tensor.Partial()])
-    assert "LayoutError" in raised(lambda: sj.to_jax(partial))
-    assert "pad=True" in raised(lambda: sj.to_jax(params["odd"]))
-    dist.barrier()
-    dist.destroy_process_group()
-    print("done", flush=True)
-
-
-if __name__ == "__main__":
-    train_with_torch_on_gradients_of_jax(int(sys.argv[1]), [int(port) for port in sys.argv[2:]])
