@@ -342,7 +342,7 @@ def _over_processes(device_mesh: DeviceMesh) -> Mesh:
     return make_mesh(shape, devices=[first[int(rank)] for rank in device_mesh.mesh.flatten()])
 
 
-def _place(device_mesh: DeviceMesh, mesh: Mesh) -> tuple[dict[str, int], Any]:
+def _place(device_mesh: DeviceMesh, mesh: Any) -> tuple[dict[str, int], Any]:
     """Return this process's coordinate in a mesh of torch, and its device in one of JAX, which may have more axes.
 
     Each process has to have the same place in both.
