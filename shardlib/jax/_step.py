@@ -15,6 +15,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from shardlib._dtypes import name_of
 from shardlib._plan import LossScale, RulesLike, Transform
 from shardlib.errors import InputError, check_flags
 from shardlib.jax._context import refuse_explicit
@@ -226,7 +227,7 @@ class TrainStep:
         (3,)
         """
         shardings = self._shardings(params, buffers)
-        shapes = jax.eval_shape(self._whole_state, params, buffers)
+        shapes = jax.eval_shape(self._whole_state, jax.tree.map(_shape, params), buffers)
         return jax.tree.map(lambda s, at: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=at), shapes, shardings)
 
     def __call__(self, state: TrainState, batch: Any, *, rng: Any = None) -> tuple[TrainState, dict[str, Any]]:
@@ -295,7 +296,7 @@ class TrainStep:
         mesh = self._phases.mesh
         replicated = NamedSharding(mesh, PartitionSpec())
         stored = self._phases.shardings(params, "stored")
-        shape = jax.eval_shape(self._whole_state, params, buffers)
+        shape = jax.eval_shape(self._whole_state, jax.tree.map(_shape, params), buffers)
         opt_state = self._phases.of_state(shape.opt_state, params)
         kept = self._phases.of_buffers(buffers)
         return TrainState(replicated, stored, opt_state, kept, jax.tree.map(lambda _: replicated, shape.scale))
@@ -433,7 +434,14 @@ _ZERO = np.zeros((), np.int32)
 
 
 def _trainable(dtype: Any) -> bool:
-    return bool(jnp.issubdtype(dtype, jnp.inexact)) if not hasattr(dtype, "is_floating_point") else True
+    if hasattr(dtype, "is_floating_point"):  # of torch
+        return bool(dtype.is_floating_point or dtype.is_complex)
+    return bool(jnp.issubdtype(dtype, jnp.inexact))
+
+
+def _shape(leaf: Any) -> Any:
+    """Return the shape of a tensor of torch, which JAX cannot trace; anything else as it is."""
+    return jax.ShapeDtypeStruct(leaf.shape, name_of(leaf.dtype)) if hasattr(leaf, "untyped_storage") else leaf
 
 
 def _wide(dtype: Any) -> Any:

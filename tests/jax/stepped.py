@@ -269,6 +269,21 @@ def _aux_is_stacked_and_each_microbatch_has_its_key() -> None:
 
 
 @_check
+def _parameters_may_be_tensors_of_torch() -> None:
+    tensors = {"kernel": torch.ones(4, 4, dtype=torch.float64), "bias": torch.zeros(4, dtype=torch.float64)}
+    step = sj.train_step(_square, optax.sgd(0.1), {"kernel": "in out@tp", "bias": "out@tp"}, sj.make_mesh("dp=2,tp=4"))
+    state, _ = step(step.init(tensors), _batch())
+    arrays = jax.tree.map(jnp.asarray, {name: tensor.numpy() for name, tensor in tensors.items()})
+    wanted, _ = step(step.init(arrays), _batch())
+    jax.tree.map(_close, state.params, wanted.params)
+    assert (
+        state.params["kernel"].sharding.spec
+        == step.abstract(tensors).params["kernel"].sharding.spec
+        == jax.P(None, "tp")
+    )
+
+
+@_check
 def _an_optimizer_that_reads_the_loss_is_given_it() -> None:
     optimizer = optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=1, factor=0.5))
     step = sj.train_step(_square, optimizer, _KERNEL, sj.make_mesh("dp=2,tp=4"))
