@@ -59,7 +59,8 @@ def compile_model(
             `layouts.for_model` finds.
         transforms: a function from plan to plan, or several; `zero(1)`, `zero(2)`, `zero(3)`, `fsdp()`, `hsdp()` and
             `precision("bf16")` are shardings and dtypes here. A master copy is the array itself, in float32, which is
-            rounded where the model uses it.
+            rounded where the model uses it. The scale of the loss of `precision("fp16_naive")` is for `train_step`; the
+            function alone does not scale.
         example: a global batch: a tuple of arguments, a mapping of keyword arguments, or one tensor. With it the graph
             is exported now, with its errors; without it, at the first call. Each other shape gets its own graph at its
             first call.
@@ -75,8 +76,8 @@ def compile_model(
         which are padded with zeros: `fn.to_torch(params)` has the model's own shapes.
 
     Raises:
-        PlanError: the plan needs a feature of the torch engine only (a pipeline, offload, loss scaling, ...); an op has
-            no lowering; the model cannot be exported.
+        PlanError: the plan needs a feature of the torch engine only (a pipeline, offload, recomputation, ...); an op
+            has no lowering; the model cannot be exported.
         InputError: its forward depends on values of tensors; it is of float64 and jax_enable_x64 is off; `scan`
             finds no two consecutive blocks alike.
         MeshError, RuleError, LayoutError: mesh and rules do not fit the model.

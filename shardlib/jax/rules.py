@@ -26,7 +26,8 @@ from shardlib.rules.trees import Tree
 
 __all__ = ["cast", "plan", "refuse_settings", "shard_params", "shardings"]
 
-_NO_MATTER = ("bucket_mb", "unbucketed_mb", "overlap")  # of how the torch engine sends what XLA sends by itself
+# How the torch engine sends what XLA sends by itself, and the scale of the loss, which train_step carries out.
+_SERVED = ("bucket_mb", "unbucketed_mb", "overlap", "scaler")
 
 
 def plan(tree: Any, mesh: Any, rules: RulesLike, *, transforms: Transform | Sequence[Transform] = ()) -> Plan:
@@ -53,7 +54,7 @@ def plan(tree: Any, mesh: Any, rules: RulesLike, *, transforms: Transform | Sequ
     ('in out@tp', 64)
     """
     made = make_plan(Tree.of(tree).root, MeshShape.of(mesh), rules, transforms=transforms)
-    refuse_settings(made, served=("scaler",))
+    refuse_settings(made)
     return made.map_rows(lambda row: _evenly(row, made.mesh))
 
 
@@ -142,18 +143,18 @@ def shard_params(params: Any, mesh: Mesh, rules: RulesLike | Plan) -> Any:
     return read.map([_placed(*each) for each in zip(read.names, read.leaves, wanted, strict=True)])
 
 
-def refuse_settings(plan: Plan, *, served: Sequence[str] = ()) -> None:
-    """Refuse settings of a plan that only the torch engine has, but for those that the caller carries out."""
+def refuse_settings(plan: Plan) -> None:
+    """Refuse settings of a plan that only the torch engine has."""
     if plan.mesh.pipeline_axes:
         raise PlanError(
             f'Mesh "{plan.mesh}" has a pipeline axis; the JAX engine runs all modules on all devices. Leave it out.'
         )
-    asked = {name: value for name, value in plan.step.settings().items() if name not in (*_NO_MATTER, *served)}
+    asked = {name: value for name, value in plan.step.settings().items() if name not in _SERVED}
     if asked:
         named = ", ".join(f"{name}={value!r}" for name, value in asked.items())
         raise PlanError(
             f"The plan asks for {named}, by {', '.join(plan.transforms)}; the JAX engine takes no such setting from a "
-            "plan. Leave the transform out: shardlib.jax.train_step has accumulate=, loss_scale= and remat=, and "
+            "plan. Leave the transform out: shardlib.jax.train_step has accumulate= and remat=, and "
             "optax.MultiSteps and jax.checkpoint are JAX's own."
         )
 

@@ -34,7 +34,11 @@ WORDS = {
         '"params.kernel" has shape (2, 3) in the checkpoint, and (3, 2) here',
         "transpose=",
     ),
-    "unnamed": ("CheckpointError", "not in the checkpoint: params.kernel, opt_state.0.mu.kernel", "opt_state.mu.weight"),
+    "unnamed": (
+        "CheckpointError",
+        "not in the checkpoint: params.kernel, opt_state.0.mu.kernel",
+        "opt_state.mu.weight",
+    ),
     "left out": ("CheckpointError", "not in the checkpoint: params.bias, opt_state.0.mu.bias, opt_state.0.nu.bias"),
     "steps": ("CheckpointError", "different numbers of steps, {'bias': 1", "'weight': 2"),
     "back unnamed": ("InputError", '"weight" is "params.weight" there, which the state does not have', "names="),
