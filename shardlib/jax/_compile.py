@@ -23,7 +23,7 @@ from shardlib.jax._bits import to_numpy
 from shardlib.jax._borders import Constraints
 from shardlib.jax._context import refuse_explicit
 from shardlib.jax._dtypes import as_dtype, torch_dtype, x64
-from shardlib.jax._export import Around, Graph, Source, export
+from shardlib.jax._export import NO_SYMBOL, Around, Graph, Source, export
 from shardlib.jax._interpreter import run
 from shardlib.jax._mesh import shape_of
 from shardlib.jax._narrow import fitting, refuse_narrowed
@@ -342,8 +342,10 @@ class Compiled:
     def _graph(self, leaves: list[Any], structure: Any) -> Graph:
         key = (tuple(_key_of(leaf) for leaf in leaves), str(structure))
         if key not in self._graphs:
-            args, kwargs = pytree.tree_unflatten([_example(leaf) for leaf in leaves], structure)
-            self._graphs[key] = export(self._model, args, kwargs)
+            examples = [_example(leaf) for leaf in leaves]
+            symbolic = [(example, _symbols(leaf)) for example, leaf in zip(examples, leaves, strict=True)]
+            args, kwargs = pytree.tree_unflatten(examples, structure)
+            self._graphs[key] = export(self._model, args, kwargs, [pair for pair in symbolic if pair[1]])
         return self._graphs[key]
 
 
@@ -385,7 +387,7 @@ def _key_of(leaf: Any) -> Any:
     """Return the cache key of a leaf: arrays by shape and dtype, anything else by value."""
     if not _is_array(leaf):
         return type(leaf).__name__, repr(leaf)
-    return tuple(leaf.shape), _dtype_of(leaf)
+    return tuple(n if isinstance(n, int) else str(n) for n in leaf.shape), _dtype_of(leaf)
 
 
 def _dtype_of(leaf: Any) -> torch.dtype:
@@ -397,14 +399,26 @@ def _dtype_of(leaf: Any) -> torch.dtype:
     return dtype
 
 
+_SIZE = 12  # of a symbolic dim, where torch traces the model; any that no other dim is likely to have
+
+
 def _example(leaf: Any) -> Any:
-    if _is_array(leaf) and not all(isinstance(size, int) for size in leaf.shape):
+    if not _is_array(leaf):
+        return leaf
+    return torch.zeros([n if isinstance(n, int) else _SIZE for n in leaf.shape], dtype=_dtype_of(leaf))
+
+
+def _symbols(leaf: Any) -> dict[int, str]:
+    """Return the names of an array's symbolic dims, by dim."""
+    if not _is_array(leaf):
+        return {}
+    found = {dim: str(n) for dim, n in enumerate(leaf.shape) if not isinstance(n, int)}
+    if strange := [name for name in found.values() if not name.isidentifier()]:
         raise InputError(
-            f"The model was given an array of symbolic shape {tuple(leaf.shape)}; torch.export makes a graph for each "
-            "shape. Export a program for each number of rows: jax.export.export(jax.jit(fn))(fn.abstract(), "
-            "jax.ShapeDtypeStruct((8, ...), dtype))."
+            f'The model was given an array of symbolic shape {tuple(leaf.shape)}; its dim "{strange[0]}" is an '
+            f"expression, and torch.export takes symbols. {NO_SYMBOL}"
         )
-    return torch.zeros(tuple(leaf.shape), dtype=_dtype_of(leaf)) if _is_array(leaf) else leaf
+    return found
 
 
 def _plain(tree: Any) -> Any:

@@ -6,10 +6,11 @@ What an export forgets is marked on its nodes before: which of them run without 
 from __future__ import annotations
 
 import operator
+import re
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,7 @@ from shardlib.errors import InputError, PlanError, nearest
 from shardlib.jax._narrow import refuse_narrowed
 from shardlib.jax._table import find_lowering, known_ops
 
-__all__ = ["Around", "Graph", "Source", "export", "module_path", "without_gradient"]
+__all__ = ["NO_SYMBOL", "Around", "Graph", "Source", "export", "module_path", "of_sizes", "without_gradient"]
 
 _MARK = "shardlib_no_grad"
 
@@ -75,8 +76,21 @@ def _draws(node: torch.fx.Node) -> bool:
     return True
 
 
-def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:
+Symbolic = Sequence[tuple[torch.Tensor, Mapping[int, str]]]
+NO_SYMBOL = (
+    "Export a program for each number of rows: jax.export.export(jax.jit(fn))(fn.abstract(), "
+    "jax.ShapeDtypeStruct((8, ...), dtype))."
+)
+
+
+def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], symbolic: Symbolic = ()) -> Graph:
     """Export the graph of a module for arguments of these shapes.
+
+    Args:
+        model: the module.
+        args: examples of its arguments.
+        kwargs: examples of its keyword arguments.
+        symbolic: tensors among the examples, each with its dims that may have any size, and their names.
 
     Raises:
         InputError: its forward depends on values of tensors; the message points at the line.
@@ -84,9 +98,9 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> G
             them are listed.
     """
     try:
-        program = _exported(model, args, kwargs)
+        program = _exported(model, args, kwargs, symbolic)
     except Exception as error:
-        raise _explained(error, model) from error
+        raise _explained(error, model, symbolic) from error
     graph = _read(program)
     _refuse_varying_shapes(graph)
     _refuse_unknown(graph)
@@ -94,14 +108,28 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> G
     return graph
 
 
-def _exported(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.export.ExportedProgram:
+def _exported(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], symbolic: Symbolic
+) -> torch.export.ExportedProgram:
     with warnings.catch_warnings():
         # torch.export's own use of its trees (2.13); no model can do anything about it.
         warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated")
-        program = torch.export.export(model, args, kwargs, strict=False)
+        dynamic = _dynamic(model, args, kwargs, symbolic)
+        program = torch.export.export(model, args, kwargs, dynamic_shapes=dynamic, strict=False)
         for node in program.graph.nodes:
             _mark(node)
         return _decomposed(program.run_decompositions({}))
+
+
+def _dynamic(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], symbolic: Symbolic) -> Any:
+    """Return torch's `dynamic_shapes`: dims of one name have one size."""
+    if not symbolic:
+        return None
+    found = torch.export.ShapesCollection()
+    dims = {name: torch.export.Dim(name) for _, names in symbolic for name in names.values()}
+    for tensor, names in symbolic:
+        found[tensor] = {dim: dims[name] for dim, name in names.items()}
+    return found.dynamic_shapes(model, args, kwargs)
 
 
 def _decomposed(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
@@ -252,10 +280,20 @@ def _refuse_unknown(graph: Graph) -> None:
 def _lowering_name(node: torch.fx.Node) -> str | None:
     """Return the name of an op without a lowering, or None for one that has a lowering."""
     target: Any = node.target
+    if of_sizes(node):
+        return None
     if not hasattr(target, "namespace") or not hasattr(target, "overloadpacket"):
         return str(getattr(target, "__name__", target))
     name = f"{target.namespace}::{target.__name__}"
     return None if name == "aten::_assert_tensor_metadata.default" or find_lowering(target) else name
+
+
+def of_sizes(node: torch.fx.Node) -> bool:
+    """Return whether a node computes with sizes of arguments, or checks them, and not with arrays."""
+    checks = ("_assert_scalar", "sym_constrain_range")
+    return isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool) or getattr(
+        node.target, "__name__", ""
+    ).startswith(checks)
 
 
 def _refuse_varying_shapes(graph: Graph) -> None:
@@ -263,16 +301,21 @@ def _refuse_varying_shapes(graph: Graph) -> None:
     for node in graph.nodes:
         value = node.meta.get("val")
         where = (module_path(node) or ("",))[-1] or "(root)"
-        if isinstance(value, torch.Tensor) and not all(isinstance(size, int) for size in value.shape):
+        if isinstance(value, torch.Tensor) and any(_depends(size) for size in value.shape):
             raise InputError(
                 f'In "{where}" the shape of what {node.target} gives depends on values of tensors{_line_in(node)}. A '
                 "compiled program has fixed shapes. Use torch.where(mask, x, other) in place of x[mask]."
             )
-        if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+        if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool) and _depends(value):
             raise InputError(
                 f'In "{where}" {node.target} makes a Python number of a tensor{_line_in(node)}. A compiled program is '
                 "the same for all values. Compute with the tensor itself, or pass the number as an argument."
             )
+
+
+def _depends(size: Any) -> bool:
+    """Return whether a size depends on values: torch calls such ones u0, u1, ..., and sizes of arguments s0, ..."""
+    return not isinstance(size, int) and re.search(r"\bu\d", str(size)) is not None
 
 
 def _line_in(node: torch.fx.Node) -> str:
@@ -292,7 +335,7 @@ def _refuse_narrow_nodes(graph: Graph) -> None:
 _DEPENDS = ("data-dependent", "DataDependent", "data dependent", "Could not guard", "unbacked")
 
 
-def _explained(error: Exception, model: nn.Module) -> Exception:
+def _explained(error: Exception, model: nn.Module, symbolic: Symbolic) -> Exception:
     where = _line_of(error)
     text = f"{type(error).__name__}: {error}"
     first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -303,6 +346,7 @@ def _explained(error: Exception, model: nn.Module) -> Exception:
             f"varying length, or pass the number as an argument. (torch.export: {first})"
         )
     hint = " Pass use_cache=False." if "Cache" in text else ""
+    hint += f" Its graph depends on the number of rows, perhaps. {NO_SYMBOL}" if symbolic else ""
     return PlanError(f"{type(model).__name__} cannot be exported{where}: {first.rstrip('.')}.{hint}")
 
 
