@@ -314,8 +314,8 @@ def _refuse_varying_shapes(graph: Graph) -> None:
 
 
 def _depends(size: Any) -> bool:
-    """Return whether a size depends on values: torch calls such ones u0, u1, ..., and sizes of arguments s0, ..."""
-    return not isinstance(size, int) and re.search(r"\bu\d", str(size)) is not None
+    """Return whether a number depends on values: torch calls such ones u0 or zuf0, and sizes of arguments s0."""
+    return not isinstance(size, int) and re.search(r"\b(u|zuf)\d", str(size)) is not None
 
 
 def _line_in(node: torch.fx.Node) -> str:
