@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -234,42 +235,36 @@ class _TorchStep:
 
 
 class _JaxStep:
+    """`shardlib.jax.train_step`, with a batch of several tensors and a loss in torch."""
+
     def __init__(self, apply: Any, optimizer: Any, loss: Loss) -> None:
-        self.fn, self.loss = apply, apply.around(loss)
-        self.optimizer = optimizer.of_optax() if isinstance(optimizer, AdamW) else optimizer
-        if not (hasattr(self.optimizer, "init") and hasattr(self.optimizer, "update")):
+        from shardlib import jax as jax_engine
+
+        made = optimizer.of_optax() if isinstance(optimizer, AdamW) else optimizer
+        if not (hasattr(made, "init") and hasattr(made, "update")):
             raise InputError(
                 f"train_step was given the optimizer {optimizer!r} for JAX; give shardlib.functional.adamw(lr), or a "
                 "transformation of optax."
             )
-        self._compiled: Any = None
+        if apply.plan.step.scaler is not None:
+            raise PlanError(
+                "The plan scales the loss, and the state of this step has no scale on JAX. Use "
+                "shardlib.jax.train_step(loss_fn, optimizer, apply), whose state has one."
+            )
+        around = apply.around(loss)
+
+        def loss_of(params: Any, buffers: Any, batch: Any, rng: Any = None) -> Any:
+            return around.apply(params, buffers, *batch, rng=rng)
+
+        self.buffers, self.whole = apply.buffers, jax_engine.TrainState
+        self.step = jax_engine.train_step(loss_of, made, apply, has_buffers=True)
 
     def init(self, params: Any) -> State:
-        import jax
-
-        laid_out = self.fn.shardings(jax.eval_shape(self.optimizer.init, params), "state")
-        state = jax.jit(self.optimizer.init, out_shardings=laid_out)(params)
-        stored = self.fn.shardings(params)
-        out_shardings = (stored, self.fn.shardings(self.fn.buffers), laid_out, None)
-        self._compiled = jax.jit(self._update, out_shardings=out_shardings, donate_argnums=(0, 1, 2))
-        # Copies: the first step hands on the memory of what it is given, and fn.buffers is the model's own.
-        params, buffers = jax.tree.map(lambda array: array.copy(), (params, self.fn.buffers))
-        return State(params, buffers, state, 0)
-
-    def _update(self, params: Any, buffers: Any, state: Any, batch: Any, rng: Any) -> Any:
-        import jax
-
-        def loss_of(params: Any) -> Any:
-            return self.loss.apply(params, buffers, *batch, rng=rng)
-
-        (loss, buffers), grads = jax.value_and_grad(loss_of, has_aux=True)(params)
-        updates, state = self.optimizer.update(grads, state, params)
-        params = jax.tree.map(lambda p, u: p + u.astype(p.dtype), params, updates)
-        return params, buffers, state, loss
+        made = self.step.init(params, self.buffers)
+        return State(made.params, made.buffers, made.opt_state, 0)
 
     def __call__(self, state: State, *batch: Any, rng: Any = None) -> tuple[State, dict[str, Any]]:
-        if self._compiled is None:
-            raise InputError("The step was called with a state that it did not make; begin with step.init(params).")
         batch = pytree.tree_map_only(torch.Tensor, lambda t: t.numpy(), batch)
-        params, buffers, optimizer, loss = self._compiled(state.params, state.buffers, state.optimizer, batch, rng)
-        return State(params, buffers, optimizer, state.step + 1), {"loss": loss}
+        given = self.whole(np.int32(state.step), state.params, state.optimizer, state.buffers)
+        made, metrics = self.step(given, batch, rng=rng)
+        return State(made.params, made.buffers, made.opt_state, state.step + 1), metrics

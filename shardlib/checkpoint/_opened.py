@@ -26,7 +26,7 @@ from shardlib.checkpoint._save import HF_INDEX, shardlib_version
 from shardlib.engine.apply import pretrained
 from shardlib.errors import CheckpointError, nearest
 
-__all__ = ["Names", "Opened", "Transpose", "found", "opened"]
+__all__ = ["Names", "Opened", "Transpose", "found", "opened", "renaming"]
 
 T = TypeVar("T")
 _Header = tuple[int, torch.dtype, tuple[int, ...]]
@@ -204,7 +204,7 @@ def opened(
     """
     held = keep.enter_context(Folder(path if text is not None or path.is_dir() else path.parent))
     if text is None:
-        return _open_foreign(held, path, model, _renaming(names), transpose)
+        return _open_foreign(held, path, model, renaming(names), transpose)
     if names is not None or transpose is not None:
         raise CheckpointError(
             f'"{path}" was saved by shardlib, with the names and dims of its model; names= and transpose= are for '
@@ -224,7 +224,7 @@ def opened(
         raise CheckpointError(f'"{path / MANIFEST}" is damaged: {error}. Use another checkpoint.') from None
 
 
-def _renaming(names: Names) -> Callable[[str], str | None] | None:
+def renaming(names: Names) -> Callable[[str], str | None] | None:
     if names is None or callable(names):
         return names
     if isinstance(names, Mapping):

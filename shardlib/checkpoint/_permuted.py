@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol, Self
 
 import torch
 
 from shardlib.checkpoint._boxes import Box
+from shardlib.checkpoint._manifest import Saved
 from shardlib.errors import CheckpointError
 from shardlib.rules.patterns import NameIndex, compile_pattern
 
-__all__ = ["Header", "Permuted", "Reading", "Transpose", "permutations"]
+__all__ = ["Header", "Permuted", "Reading", "Transpose", "permutations", "permuted"]
 
 Transpose = Mapping[str, Sequence[int]]
 Header = tuple[torch.dtype, tuple[int, ...]]
@@ -58,6 +60,20 @@ class Permuted:
         there = [dims.index(dim) for dim in range(len(dims))]  # for each dim of the file its index here
         box = Box(tuple(part.offsets[at] for at in there), tuple(part.sizes[at] for at in there))
         return self._readers.read(file, name, dtype, tuple(shape[at] for at in there), box).permute(dims)
+
+
+def permuted(saved: Saved, key: str, dims: Sequence[int]) -> Saved:
+    """Return a tensor that files call `key`, in another order of dims.
+
+    >>> permuted(Saved((2, 3), torch.float32, (Piece(0, Box((0, 1), (2, 2))),)), "w", (1, 0)).pieces[0].box
+    Box(offsets=(1, 0), sizes=(2, 2))
+    """
+
+    def turned(values: Sequence[int]) -> tuple[int, ...]:
+        return tuple(values[dim] for dim in dims)
+
+    pieces = tuple(replace(p, box=Box(turned(p.box.offsets), turned(p.box.sizes))) for p in saved.pieces)
+    return replace(saved, shape=turned(saved.shape), pieces=pieces, key=key)
 
 
 def permutations(

@@ -30,6 +30,9 @@ from ._step import (
     TrainStep as TrainStep,
     train_step as train_step,
 )
+from ._trained import (
+    copy_to_torch as copy_to_torch,
+)
 from ._table import (
     Lowering as Lowering,
     known_ops as known_ops,

@@ -124,7 +124,8 @@ class Constraints:
         replicate them."""
         pieces = [math.prod(self.shape[axis] for axis in each) for each in axes]
         entries = [
-            _CHOICE if n % count else (each or None) for n, count, each in zip(value.shape, pieces, axes, strict=True)
+            _CHOICE if n % count != 0 else (each or None)
+            for n, count, each in zip(value.shape, pieces, axes, strict=True)
         ]
         return constrained(value, NamedSharding(self.mesh, PartitionSpec(*entries)))
 

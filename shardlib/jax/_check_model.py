@@ -29,7 +29,7 @@ def type_model(
 ) -> tuple[tuple[str, ...], int]:
     """Type the program of a batch; return the uneven tensors and the number of modules that it runs through."""
     plan = _plan.make_plan(model, typer.shape, rules, transforms=transforms)
-    refuse_settings(plan)
+    refuse_settings(plan, served=("capacity_factor",))
     fn, stored = _without_values(model, plan)
     modules = _typed(typer, fn, stored, example)
     return tuple(name for name, storage in stored.items() if storage.uneven), modules

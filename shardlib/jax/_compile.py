@@ -22,10 +22,11 @@ from shardlib.jax import _experts, _lowerings
 from shardlib.jax._bits import to_numpy
 from shardlib.jax._borders import Constraints
 from shardlib.jax._context import refuse_explicit
-from shardlib.jax._dtypes import as_dtype, refuse_narrowed, torch_dtype, x64
-from shardlib.jax._export import Around, Graph, export
+from shardlib.jax._dtypes import as_dtype, torch_dtype, x64
+from shardlib.jax._export import NO_SYMBOL, Around, Graph, Source, export
 from shardlib.jax._interpreter import run
 from shardlib.jax._mesh import shape_of
+from shardlib.jax._narrow import fitting, refuse_narrowed
 from shardlib.jax._opaque import Routing
 from shardlib.jax._scan import Run, find_runs
 from shardlib.jax._storage import Storage, storage_of
@@ -63,7 +64,8 @@ def compile_model(
             `layouts.for_model` finds.
         transforms: a function from plan to plan, or several; `zero(1)`, `zero(2)`, `zero(3)`, `fsdp()`, `hsdp()` and
             `precision("bf16")` are shardings and dtypes here. A master copy is the array itself, in float32, which is
-            rounded where the model uses it.
+            rounded where the model uses it. The scale of the loss of `precision("fp16_naive")` is for `train_step`; the
+            function alone does not scale.
         example: a global batch: a tuple of arguments, a mapping of keyword arguments, or one tensor. With it the graph
             is exported now, with its errors; without it, at the first call. Each other shape gets its own graph at its
             first call.
@@ -79,8 +81,8 @@ def compile_model(
         which are padded with zeros: `fn.to_torch(params)` has the model's own shapes.
 
     Raises:
-        PlanError: the plan needs a feature of the torch engine only (a pipeline, offload, loss scaling, ...); an op has
-            no lowering; the model cannot be exported.
+        PlanError: the plan needs a feature of the torch engine only (a pipeline, offload, recomputation, ...); an op
+            has no lowering; the model cannot be exported.
         InputError: its forward depends on values of tensors; it is of float64 and jax_enable_x64 is off; `scan`
             finds no two consecutive blocks alike.
         MeshError, RuleError, LayoutError: mesh and rules do not fit the model.
@@ -229,7 +231,7 @@ class Compiled:
     def to_torch(self, arrays: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """Convert arrays by name (parameters, gradients, buffers) to unsharded tensors with the model's shapes; copies.
 
-        Every process must call it with fully addressable arrays.
+        Arrays over several processes are gathered: every process has to call this, and gets the whole tensors.
         """
         return {name: self._storage(name).to_torch(array) for name, array in arrays.items()}
 
@@ -278,7 +280,7 @@ class Compiled:
         def stored(node: torch.fx.Node) -> tuple[Any, Storage | None]:
             source = graph.sources[node]
             if source.kind == "constant":
-                return jnp.asarray(to_numpy(source.value)), None
+                return _constant(source), None
             name = self.plan[source.name].name
             return arrays[name], self._stored[name]
 
@@ -293,7 +295,7 @@ class Compiled:
                     values[name] = self._stored[name].value(arrays[name])
                 inputs[node] = values[name]
             elif source.kind == "constant":
-                inputs[node] = jnp.asarray(to_numpy(source.value))
+                inputs[node] = _constant(source)
             elif isinstance(node.meta.get("val"), torch.Tensor):
                 inputs[node] = next(batch).astype(as_dtype(node.meta["val"].dtype))
             else:
@@ -345,8 +347,12 @@ class Compiled:
     def _graph(self, leaves: list[Any], structure: Any) -> Graph:
         key = (tuple(_key_of(leaf) for leaf in leaves), str(structure))
         if key not in self._graphs:
-            args, kwargs = pytree.tree_unflatten([_example(leaf) for leaf in leaves], structure)
-            self._graphs[key] = export(self._model, args, kwargs, Routing.of(self.plan))
+            examples = [_example(leaf) for leaf in leaves]
+            symbolic = [(example, _symbols(leaf)) for example, leaf in zip(examples, leaves, strict=True)]
+            args, kwargs = pytree.tree_unflatten(examples, structure)
+            self._graphs[key] = export(
+                self._model, args, kwargs, Routing.of(self.plan), [pair for pair in symbolic if pair[1]]
+            )
         return self._graphs[key]
 
 
@@ -376,14 +382,19 @@ def _is_array(leaf: Any) -> bool:
 
 
 def _as_array(leaf: Any) -> Any:
-    return jnp.asarray(to_numpy(leaf)) if isinstance(leaf, torch.Tensor) else jnp.asarray(leaf)
+    values = to_numpy(leaf) if isinstance(leaf, torch.Tensor) else leaf
+    return jnp.asarray(fitting(values, "An argument") if isinstance(values, np.ndarray | np.generic) else values)
+
+
+def _constant(source: Source) -> Any:
+    return jnp.asarray(fitting(to_numpy(source.value), f'The constant "{source.name}"'))
 
 
 def _key_of(leaf: Any) -> Any:
     """Return the cache key of a leaf: arrays by shape and dtype, anything else by value."""
     if not _is_array(leaf):
         return type(leaf).__name__, repr(leaf)
-    return tuple(leaf.shape), _dtype_of(leaf)
+    return tuple(n if isinstance(n, int) else str(n) for n in leaf.shape), _dtype_of(leaf)
 
 
 def _dtype_of(leaf: Any) -> torch.dtype:
@@ -391,18 +402,30 @@ def _dtype_of(leaf: Any) -> torch.dtype:
     dtype = leaf.dtype if isinstance(leaf, torch.Tensor) else torch_dtype(leaf.dtype)
     if not x64() and dtype == torch.int32:
         return torch.int64
-    refuse_narrowed(dtype, "An argument")
+    refuse_narrowed(dtype, "An argument", convert="the model with .float()")
     return dtype
 
 
+_SIZE = 12  # of a symbolic dim, where torch traces the model; any that no other dim is likely to have
+
+
 def _example(leaf: Any) -> Any:
-    if _is_array(leaf) and not all(isinstance(size, int) for size in leaf.shape):
+    if not _is_array(leaf):
+        return leaf
+    return torch.zeros([n if isinstance(n, int) else _SIZE for n in leaf.shape], dtype=_dtype_of(leaf))
+
+
+def _symbols(leaf: Any) -> dict[int, str]:
+    """Return the names of an array's symbolic dims, by dim."""
+    if not _is_array(leaf):
+        return {}
+    found = {dim: str(n) for dim, n in enumerate(leaf.shape) if not isinstance(n, int)}
+    if strange := [name for name in found.values() if not name.isidentifier()]:
         raise InputError(
-            f"The model was given an array of symbolic shape {tuple(leaf.shape)}; torch.export makes a graph for each "
-            "shape. Export a program for each number of rows: jax.export.export(jax.jit(fn))(fn.abstract(), "
-            "jax.ShapeDtypeStruct((8, ...), dtype))."
+            f'The model was given an array of symbolic shape {tuple(leaf.shape)}; its dim "{strange[0]}" is an '
+            f"expression, and torch.export takes symbols. {NO_SYMBOL}"
         )
-    return torch.zeros(tuple(leaf.shape), dtype=_dtype_of(leaf)) if _is_array(leaf) else leaf
+    return found
 
 
 def _plain(tree: Any) -> Any:

@@ -12,7 +12,7 @@ import torch
 
 from shardlib.errors import InputError
 
-__all__ = ["as_dtype", "exact_dtype", "promote", "promoted", "refuse_narrowed", "torch_dtype", "x64"]
+__all__ = ["as_dtype", "exact_dtype", "promote", "promoted", "torch_dtype", "x64"]
 
 _NAMES = {
     torch.float64: "float64",
@@ -69,16 +69,6 @@ def torch_dtype(dtype: Any) -> torch.dtype:
     if name not in _BACK:
         raise InputError(f"torch has no dtype for JAX's {name}. Convert the array with .astype() first.")
     return _BACK[name]
-
-
-def refuse_narrowed(dtype: torch.dtype, what: str) -> None:
-    """Refuse a dtype that JAX would compute in with half of its precision."""
-    if (dtype.is_floating_point or dtype.is_complex) and as_dtype(dtype) != exact_dtype(dtype):
-        raise InputError(
-            f"{what} is {dtype}, and JAX would silently make it {as_dtype(dtype).name}, since jax_enable_x64 is off. "
-            'Call jax.config.update("jax_enable_x64", True) before the first array is made, or convert the model with '
-            ".float()."
-        )
 
 
 def promoted(*operands: Any) -> np.dtype:

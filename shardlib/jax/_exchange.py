@@ -25,6 +25,7 @@ from shardlib.errors import InputError, MeshError
 from shardlib.jax._bits import to_numpy
 from shardlib.jax._dtypes import as_dtype, exact_dtype
 from shardlib.jax._mesh import make_mesh, named_sharding
+from shardlib.jax._narrow import fitting, refuse_narrowed
 from shardlib.layout import Layout
 
 __all__ = ["shares_memory", "to_jax", "to_torch"]
@@ -49,7 +50,8 @@ def to_jax(
     Args:
         tensor: a tensor, or a mapping (also nested, and lists) of tensors.
         mesh: a JAX mesh. By default, for a DTensor one with the same axes over the processes' first devices; for a
-            plain tensor the first device of this process.
+            plain tensor the first device of this process. If it has more axes than the DTensor's mesh, the tensor is
+            replicated over these.
         layout: the layout of a plain tensor, or its text; replicated by default.
         pad: add zeros at the end of a dim with uneven shards, which JAX does not have. Mask the padding, or remove it
             with `to_torch(..., global_shape=)`.
@@ -57,7 +59,8 @@ def to_jax(
 
     Raises:
         InputError: uneven shards without `pad`; memory that cannot be shared, with `copy=False`; a dtype that JAX does
-            not have or would narrow.
+            not have or would narrow. Without `jax_enable_x64`, JAX has integers of 32 bits: those of 64 bits on the CPU
+            are converted if their values fit, and refused otherwise.
         LayoutError: a layout without a JAX sharding: a factor of a fused dim is sharded, or it is partial.
         MeshError: torch and JAX run on different processes.
 
@@ -72,7 +75,7 @@ def to_jax(
         return type(tensor)(to_jax(value, mesh, layout, pad=pad, copy=copy) for value in tensor)
     if not isinstance(tensor, torch.Tensor):
         raise InputError(f"to_jax was given {type(tensor).__name__}; give a tensor, or a mapping or list of tensors.")
-    _refuse_narrow(tensor.dtype)
+    _refuse_narrowed(tensor)
     if isinstance(tensor, DTensor):
         if layout is not None:
             raise InputError(
@@ -95,9 +98,10 @@ def to_torch(
 
     Args:
         array: an array, or a mapping (also nested, and lists) of arrays.
-        device_mesh: a torch mesh with the axes of the array's mesh: the result is a DTensor on it, whose local tensor
-            is this process's shard. Without one the array must be on this process's devices, and the result is a plain
-            tensor with the full value, which shares memory if one device holds it.
+        device_mesh: a torch mesh with the axes of the array's mesh, or with those that it is sharded over: the result
+            is a DTensor on it, whose local tensor is this process's shard. Without one the array must be on this
+            process's devices, and the result is a plain tensor with the full value, which shares memory if one device
+            holds it.
         global_shape: the shape without padding, which is removed.
         copy: None shares memory where it can, False raises where it cannot, True never shares.
 
@@ -151,12 +155,15 @@ def shares_memory(tensor: torch.Tensor, array: jax.Array) -> bool:
 # --- one piece ------------------------------------------------------------------------------------------------------
 
 
-def _refuse_narrow(dtype: torch.dtype) -> None:
-    if as_dtype(dtype) != exact_dtype(dtype):
+def _refuse_narrowed(tensor: torch.Tensor) -> None:
+    """Refuse dtypes that JAX halves, but for integers whose values can be compared here, alike on every process."""
+    refuse_narrowed(tensor.dtype, "A tensor", convert="the tensor")
+    compared = tensor.device.type == "cpu" and not isinstance(tensor, DTensor)
+    if as_dtype(tensor.dtype) != exact_dtype(tensor.dtype) and not compared:
         raise InputError(
-            f"A tensor of {dtype} was given, and JAX would silently make it {as_dtype(dtype).name}, since "
-            'jax_enable_x64 is off. Call jax.config.update("jax_enable_x64", True) before the first array is made, or '
-            "convert the tensor."
+            f"A {type(tensor).__name__} of {tensor.dtype} on {tensor.device.type} was given, and JAX would make it "
+            f"{as_dtype(tensor.dtype).name}, since jax_enable_x64 is off. Call "
+            'jax.config.update("jax_enable_x64", True) before the first array is made, or convert it with .int().'
         )
 
 
@@ -165,7 +172,7 @@ def _on_device(tensor: torch.Tensor, device: Any, copy: bool | None) -> jax.Arra
     if tensor.device.type != "cpu":
         array = jax.dlpack.from_dlpack(tensor.contiguous())
         return jnp.copy(array) if copy else array
-    values = to_numpy(tensor)
+    values = fitting(to_numpy(tensor), "A tensor")
     if copy:
         values = np.array(values, order="C")
         return jax.block_until_ready(jnp.copy(jax.device_put(values, device)))
@@ -182,6 +189,10 @@ def _why_not_shared(tensor: torch.Tensor, device: Any) -> str:
         return f"the device is {device} and the tensor is on the CPU"
     if not tensor.is_contiguous():
         return "the tensor is not row-major"
+    if tensor.is_conj() or tensor.is_neg():
+        return "the tensor is conjugated or negated when it is read"
+    if as_dtype(tensor.dtype) != exact_dtype(tensor.dtype):
+        return f"{tensor.dtype} becomes {as_dtype(tensor.dtype).name} without jax_enable_x64"
     if tensor.numel() and tensor.data_ptr() % _ALIGNED:
         return f"the tensor begins at an address that is not a multiple of {_ALIGNED} bytes"
     return ""
@@ -246,65 +257,60 @@ def _from_whole(
 
 
 def _from_dtensor(tensor: DTensor, mesh: Mesh | None, pad: bool, copy: bool | None) -> jax.Array:
-    _check_processes(tensor.device_mesh)
+    _check_processes()
     shape, global_shape = MeshShape.of(tensor.device_mesh), tuple(tensor.shape)
-    mesh = _over_processes(shape) if mesh is None else mesh
-    if MeshShape(dict(mesh.shape)) != shape:
-        raise MeshError(
-            f'The DTensor is on mesh "{shape}", and the mesh of JAX is "{MeshShape(dict(mesh.shape))}". Give one '
-            "with the same axes in the same order, or leave it out."
-        )
+    mesh = _over_processes(tensor.device_mesh) if mesh is None else mesh
+    coordinate, device = _place(tensor.device_mesh, mesh)
     layout = Layout.from_placements(tensor.placements, shape, ndim=tensor.ndim)
     spec = layout.partition_spec()
     even = _even(global_shape, layout, shape)
-    if even != global_shape and not pad:
-        _refuse_uneven(global_shape, even, layout, shape)
-    coordinate = shape.coordinate(dist.get_rank())
-    local_shape = layout.local_shape(even, shape, coordinate)
     local: torch.Tensor = tensor.to_local().detach()
     if even != global_shape:
-        _refuse_nested(layout, global_shape, even, shape, coordinate)
-        local = _padded(local, local_shape)
-    piece = _on_device(local, _own_device(mesh), copy)
+        if not pad:
+            _refuse_uneven(global_shape, even, layout, shape)
+        _refuse_nested(layout, global_shape, even, shape)
+        local = _padded(local, layout.local_shape(even, shape, coordinate))
+    piece = _on_device(local, device, copy)
     return jax.make_array_from_single_device_arrays(even, NamedSharding(mesh, spec), [piece])
 
 
-def _refuse_nested(
-    layout: Layout, shape: tuple[int, ...], even: tuple[int, ...], mesh: MeshShape, coordinate: Mapping[str, int]
-) -> None:
-    """Refuse an uneven dim that several axes split, if its shards begin elsewhere than those of the padded dim."""
-    mine, padded = (layout.local_slices(size, mesh, coordinate) for size in (shape, even))
-    for dim, (own, other) in enumerate(zip(mine, padded, strict=True)):
-        if own[0].stop > own[0].start and own[0].start != other[0].start:
-            raise InputError(
-                f'A tensor of global shape {shape} with layout "{layout}" on mesh "{mesh}" is sharded unevenly in dim '
-                f"{dim} over several axes; its shards are not those of a padded array. Redistribute it so that one "
-                "axis shards the dim."
-            )
+def _refuse_nested(layout: Layout, shape: tuple[int, ...], even: tuple[int, ...], mesh: MeshShape) -> None:
+    """Refuse an uneven dim that several axes split, if its shards begin elsewhere than those of the padded dim.
+
+    The shards of all ranks are compared, so that all of them refuse."""
+    for coordinate in map(mesh.at, range(mesh.world_size)):
+        mine, padded = (layout.local_slices(size, mesh, coordinate) for size in (shape, even))
+        for dim, (own, other) in enumerate(zip(mine, padded, strict=True)):
+            if own[0].stop > own[0].start and own[0].start != other[0].start:
+                raise InputError(
+                    f'A tensor of global shape {shape} with layout "{layout}" on mesh "{mesh}" is sharded unevenly in '
+                    f"dim {dim} over several axes; its shards are not those of a padded array. Redistribute it so that "
+                    "one axis shards the dim."
+                )
 
 
 def _to_dtensor(
     array: jax.Array, device_mesh: DeviceMesh, global_shape: tuple[int, ...] | None, copy: bool | None
 ) -> DTensor:
-    _check_processes(device_mesh)
-    shape = MeshShape.of(device_mesh)
+    _check_processes()
     if not isinstance(array.sharding, NamedSharding):
         raise InputError(
             f"to_torch: the array's sharding is a {type(array.sharding).__name__}, which names no axes. Put it there "
             "with shardlib.jax.named_sharding first."
         )
-    if MeshShape(dict(array.sharding.mesh.shape)) != shape:
-        raise MeshError(
-            f'The array is on mesh "{MeshShape(dict(array.sharding.mesh.shape))}", and the torch mesh is "{shape}"; '
-            "give one with the same axes in the same order."
-        )
+    coordinate, _ = _place(device_mesh, array.sharding.mesh)
+    shape = MeshShape.of(device_mesh)
     layout = Layout.from_partition_spec(array.sharding.spec, array.ndim)
+    if others := sorted(axis for axis in layout.axes if axis not in shape.names):
+        raise MeshError(
+            f'The array is sharded over {", ".join(others)}, and the torch mesh "{shape}" does not have it; give one '
+            "that has every axis of the array's sharding."
+        )
     (shard,) = array.addressable_shards
     local = _taken(shard.data, copy)
     wanted = tuple(array.shape) if global_shape is None else tuple(global_shape)
-    coordinate = shape.coordinate(dist.get_rank())
     if wanted != tuple(array.shape):
-        _refuse_nested(layout, wanted, tuple(array.shape), shape, coordinate)
+        _refuse_nested(layout, wanted, tuple(array.shape), shape)
         local = local[tuple(slice(n) for n in layout.local_shape(wanted, shape, coordinate))]
     stride = torch.empty(wanted, device="meta").stride()
     return DTensor.from_local(
@@ -312,7 +318,7 @@ def _to_dtensor(
     )
 
 
-def _check_processes(device_mesh: DeviceMesh) -> None:
+def _check_processes() -> None:
     ranks, mine = dist.get_world_size(), dist.get_rank()
     if (jax.process_count(), jax.process_index()) != (ranks, mine):
         raise MeshError(
@@ -320,26 +326,41 @@ def _check_processes(device_mesh: DeviceMesh) -> None:
             f"{jax.process_index()}. Call jax.distributed.initialize(address, num_processes={ranks}, "
             f"process_id={mine}) before JAX is used."
         )
-    if device_mesh.size() != ranks:
+
+
+def _over_processes(device_mesh: DeviceMesh) -> Mesh:
+    """Return a mesh of the first device of each process, in the order of the mesh of torch."""
+    shape = MeshShape.of(device_mesh)
+    if device_mesh.size() != dist.get_world_size():
         raise MeshError(
-            f'The torch mesh "{MeshShape.of(device_mesh)}" has {device_mesh.size()} of {ranks} processes; exchange '
-            "needs a mesh over all of them."
+            f'The torch mesh "{shape}" has {device_mesh.size()} of {dist.get_world_size()} processes. Give to_jax '
+            "the mesh of JAX over all of them, over whose other axes the tensor is replicated."
         )
-
-
-def _over_processes(shape: MeshShape) -> Mesh:
-    """Return a mesh of the first device of each process, in their order."""
     first: dict[int, Any] = {}
     for device in sorted(jax.devices(), key=lambda d: (d.process_index, d.id)):
         first.setdefault(device.process_index, device)
-    return make_mesh(shape, devices=list(first.values()))
+    return make_mesh(shape, devices=[first[int(rank)] for rank in device_mesh.mesh.flatten()])
 
 
-def _own_device(mesh: Mesh) -> Any:
-    own = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
-    if len(own) != 1:
+def _place(device_mesh: DeviceMesh, mesh: Any) -> tuple[dict[str, int], Any]:
+    """Return this process's coordinate in a mesh of torch, and its device in one of JAX, which may have more axes.
+
+    Each process has to have the same place in both.
+    """
+    shape, whole, mine = MeshShape.of(device_mesh), MeshShape.of(mesh), dist.get_rank()
+    shared = [at for at, name in enumerate(whole.names) if name in shape.names]
+    if [whole.axes[at] for at in shared] != list(shape.axes):
         raise MeshError(
-            f"The mesh of JAX has {len(own)} devices of this process; a DTensor has one shard in each. Leave mesh out, "
-            "and the first device of each process is taken."
+            f'The torch mesh is "{shape}", and the mesh of JAX is "{whole}". Give meshes with the same axes in the '
+            "same order; the one of JAX may have more."
         )
-    return own[0]
+    processes = np.array([device.process_index for device in mesh.devices.flat]).reshape(whole.sizes)
+    groups = np.moveaxis(processes, shared, range(-len(shared), 0)).reshape(-1, device_mesh.size())
+    ranks = [int(rank) for rank in device_mesh.mesh.flatten()]
+    if sorted(processes.flat) != list(range(dist.get_world_size())) or ranks not in groups.tolist():
+        raise MeshError(
+            f'The torch mesh "{shape}" has the ranks {ranks}, and the mesh of JAX "{whole}" has devices of the '
+            f"processes {processes.tolist()}; each process needs the same place in both, with one device. Give to_jax "
+            "no mesh, or shardlib.jax.make_mesh(shape, devices=[one of each process, in the order of the ranks])."
+        )
+    return shape.at(ranks.index(mine)), mesh.devices[tuple(np.argwhere(processes == mine)[0])]

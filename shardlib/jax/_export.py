@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+import re
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,12 +21,12 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from shardlib.engine._torch import Op, decomposition_of
 from shardlib.errors import InputError, PlanError, ShardlibError, nearest
-from shardlib.jax._dtypes import refuse_narrowed
+from shardlib.jax._narrow import refuse_narrowed
 from shardlib.jax._one_expert import OneExpert
 from shardlib.jax._opaque import Found, Routing, opaque
 from shardlib.jax._table import find_lowering, known_ops
 
-__all__ = ["Around", "Graph", "Source", "export", "module_path", "without_gradient"]
+__all__ = ["NO_SYMBOL", "Around", "Graph", "Source", "export", "module_path", "of_sizes", "without_gradient"]
 
 _MARK = "shardlib_no_grad"
 
@@ -80,8 +81,24 @@ def _draws(node: torch.fx.Node) -> bool:
     return True
 
 
-def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], routing: Routing) -> Graph:
+Symbolic = Sequence[tuple[torch.Tensor, Mapping[int, str]]]
+NO_SYMBOL = (
+    "Export a program for each number of rows: jax.export.export(jax.jit(fn))(fn.abstract(), "
+    "jax.ShapeDtypeStruct((8, ...), dtype))."
+)
+
+
+def export(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], routing: Routing, symbolic: Symbolic = ()
+) -> Graph:
     """Export the graph of a module for arguments of these shapes. Its modules of experts become one op each.
+
+    Args:
+        model: the module.
+        args: examples of its arguments.
+        kwargs: examples of its keyword arguments.
+        routing: how modules of experts are recognised, and route.
+        symbolic: tensors among the examples, each with its dims that may have any size, and their names.
 
     Raises:
         InputError: its forward depends on values of tensors; the message points at the line.
@@ -89,17 +106,19 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], rout
             them are listed.
     """
     with opaque(model, routing, named) as found:
-        graph = _graph_of(model, args, kwargs, found)
+        graph = _graph_of(model, args, kwargs, symbolic, found)
     return dataclasses.replace(graph, programs=tuple(_of_one(*each) for each in found.programs))
 
 
-def _graph_of(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], found: Found) -> Graph:
+def _graph_of(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], symbolic: Symbolic, found: Found
+) -> Graph:
     try:
-        program = _exported(model, args, kwargs)
+        program = _exported(model, args, kwargs, symbolic)
     except ShardlibError:
         raise
     except Exception as error:
-        raise _explained(error, model, found) from error
+        raise _explained(error, model, symbolic, found) from error
     graph = _read(program)
     _refuse_varying_shapes(graph, found)
     _refuse_unknown(graph)
@@ -110,21 +129,35 @@ def _graph_of(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], f
 def _of_one(name: str, one: OneExpert) -> Graph:
     """Export what one expert computes. Its constants are part of the graph."""
     try:
-        graph = _graph_of(one.program, one.example, {}, Found())
+        graph = _graph_of(one.program, one.example, {}, (), Found())
     except ShardlibError as error:
         raise type(error)(f'One expert of "{name}" cannot be compiled. {error}') from error
     own = {key: Source("constant", key, value) for key, value in one.program.named_buffers()}
     return dataclasses.replace(graph, sources={node: own.get(s.name, s) for node, s in graph.sources.items()})
 
 
-def _exported(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.export.ExportedProgram:
+def _exported(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], symbolic: Symbolic
+) -> torch.export.ExportedProgram:
     with warnings.catch_warnings():
         # torch.export's own use of its trees (2.13); no model can do anything about it.
         warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated")
-        program = torch.export.export(model, args, kwargs, strict=False)
+        dynamic = _dynamic(model, args, kwargs, symbolic)
+        program = torch.export.export(model, args, kwargs, dynamic_shapes=dynamic, strict=False)
         for node in program.graph.nodes:
             _mark(node)
         return _decomposed(program.run_decompositions({}))
+
+
+def _dynamic(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], symbolic: Symbolic) -> Any:
+    """Return torch's `dynamic_shapes`: dims of one name have one size."""
+    if not symbolic:
+        return None
+    found = torch.export.ShapesCollection()
+    dims = {name: torch.export.Dim(name) for _, names in symbolic for name in names.values()}
+    for tensor, names in symbolic:
+        found[tensor] = {dim: dims[name] for dim, name in names.items()}
+    return found.dynamic_shapes(model, args, kwargs)
 
 
 def _decomposed(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
@@ -275,10 +308,20 @@ def _refuse_unknown(graph: Graph) -> None:
 def _lowering_name(node: torch.fx.Node) -> str | None:
     """Return the name of an op without a lowering, or None for one that has a lowering."""
     target: Any = node.target
+    if of_sizes(node):
+        return None
     if not hasattr(target, "namespace") or not hasattr(target, "overloadpacket"):
         return str(getattr(target, "__name__", target))
     name = f"{target.namespace}::{target.__name__}"
     return None if name == "aten::_assert_tensor_metadata.default" or find_lowering(target) else name
+
+
+def of_sizes(node: torch.fx.Node) -> bool:
+    """Return whether a node computes with sizes of arguments, or checks them, and not with arrays."""
+    checks = ("_assert_scalar", "sym_constrain_range")
+    return isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool) or getattr(
+        node.target, "__name__", ""
+    ).startswith(checks)
 
 
 def _refuse_varying_shapes(graph: Graph, found: Found) -> None:
@@ -286,17 +329,22 @@ def _refuse_varying_shapes(graph: Graph, found: Found) -> None:
     for node in graph.nodes:
         value = node.meta.get("val")
         where = (module_path(node) or ("",))[-1] or "(root)"
-        if isinstance(value, torch.Tensor) and not all(isinstance(size, int) for size in value.shape):
+        if isinstance(value, torch.Tensor) and any(_depends(size) for size in value.shape):
             raise InputError(
                 f'In "{where}" the shape of what {node.target} gives depends on values of tensors{_line_in(node)}. A '
                 f"compiled program has fixed shapes. Use torch.where(mask, x, other) in place of x[mask].{found.hint}"
             )
-        if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+        if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool) and _depends(value):
             raise InputError(
                 f'In "{where}" {node.target} makes a Python number of a tensor{_line_in(node)}. A compiled program is '
                 "the same for all values. Compute with the tensor itself, or pass the number as an argument."
                 f"{found.hint}"
             )
+
+
+def _depends(size: Any) -> bool:
+    """Return whether a number depends on values: torch calls such ones u0 or zuf0, and sizes of arguments s0."""
+    return not isinstance(size, int) and re.search(r"\b(u|zuf)\d", str(size)) is not None
 
 
 def _line_in(node: torch.fx.Node) -> str:
@@ -309,13 +357,14 @@ def _refuse_narrow_nodes(graph: Graph) -> None:
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor):
             where = (module_path(node) or ("",))[-1] or "(root)"
-            refuse_narrowed(value.dtype, f'What "{where}" computes with {node.target}')
+            what = f'What "{where}" computes with {node.target}'
+            refuse_narrowed(value.dtype, what, convert="the model with .float()")
 
 
 _DEPENDS = ("data-dependent", "DataDependent", "data dependent", "Could not guard", "unbacked")
 
 
-def _explained(error: Exception, model: nn.Module, found: Found) -> Exception:
+def _explained(error: Exception, model: nn.Module, symbolic: Symbolic, found: Found) -> Exception:
     where = _line_of(error)
     text = f"{type(error).__name__}: {error}"
     first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -326,6 +375,7 @@ def _explained(error: Exception, model: nn.Module, found: Found) -> Exception:
             f"varying length, or pass the number as an argument. (torch.export: {first}){found.hint}"
         )
     hint = " Pass use_cache=False." if "Cache" in text else ""
+    hint += f" Its graph depends on the number of rows, perhaps. {NO_SYMBOL}" if symbolic else ""
     return PlanError(f"{type(model).__name__} cannot be exported{where}: {first.rstrip('.')}.{hint}")
 
 

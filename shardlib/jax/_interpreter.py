@@ -15,7 +15,7 @@ from shardlib.errors import InputError
 from shardlib.jax import _fused
 from shardlib.jax._borders import Constraints
 from shardlib.jax._dtypes import as_dtype
-from shardlib.jax._export import Graph, module_path, without_gradient
+from shardlib.jax._export import Graph, module_path, of_sizes, without_gradient
 from shardlib.jax._fused import Fused, unfused
 from shardlib.jax._scan import Run, Stored, run_blocks
 from shardlib.jax._table import find_lowering
@@ -79,6 +79,8 @@ def _computed_inside(
 
     args: Any = torch.fx.node.map_arg(node.args, read)
     kwargs: Any = torch.fx.node.map_arg(node.kwargs, read)
+    if of_sizes(node):
+        return _size(node, args)
     if node.target is operator.getitem:
         if args[0][args[1]] is None and node.users:
             raise InputError(
@@ -101,6 +103,16 @@ def _computed_inside(
         raise
     result = _as_torch_has_it(result, node)
     return constraints.on_output(node, result) if not isinstance(result, tuple) else result
+
+
+def _size(node: torch.fx.Node, args: Any) -> Any:
+    """Return a size that the graph computes of sizes of arguments, symbolic or not; torch's checks of sizes are left
+    out, which JAX cannot decide for symbols."""
+    if not isinstance(node.meta.get("val"), torch.SymInt):
+        return None
+    if node.target is torch.ops.aten.sym_size.int:
+        return args[0].shape[args[1]]
+    return node.target(*args)  # type: ignore[operator]
 
 
 def _is_op(node: torch.fx.Node) -> bool:
@@ -130,7 +142,10 @@ def _as_torch_has_it(result: Any, node: torch.fx.Node) -> Any:
 def _one(value: Any, wanted: Any, node: torch.fx.Node) -> Any:
     if not isinstance(wanted, torch.Tensor) or not hasattr(value, "dtype"):
         return value
-    if tuple(value.shape) != tuple(wanted.shape) and wanted.numel():
+    differs = value.ndim != wanted.ndim or any(
+        isinstance(there, int) and here != there for here, there in zip(value.shape, wanted.shape, strict=True)
+    )
+    if differs and 0 not in wanted.shape:
         raise AssertionError(f"{node.target} gave shape {tuple(value.shape)}, torch has {tuple(wanted.shape)}")
     array = value.array if isinstance(value, Fused) else value
     if array.dtype != as_dtype(wanted.dtype):

@@ -23,8 +23,11 @@ from shardlib.errors import CheckpointError, InputError, nearest
 from shardlib.jax._bits import to_numpy
 from shardlib.jax._compile import Compiled
 from shardlib.jax._dtypes import torch_dtype
+from shardlib.jax._narrow import fitting, refuse_narrowed
+from shardlib.jax._step import TrainState
 from shardlib.jax._storage import Storage, by_pieces
-from shardlib.rules.trees import name_of_path
+from shardlib.jax._trained import renamed, steps
+from shardlib.rules.trees import name_of_path, named_leaves
 
 __all__ = ["load"]
 
@@ -49,9 +52,11 @@ def load(
         path: a checkpoint: a file, a folder, or a step of an orbax `CheckpointManager`.
         into: the function of `compile_model`; the model may have been on `meta`. Or a tree of arrays or
             `jax.ShapeDtypeStruct`s with shardings, as `shard_params` of `jax.eval_shape` gives it; its paths are names,
-            "params.layers.0.kernel".
+            "params.layers.0.kernel". Or `step.abstract(params)` of a training step: from what `shardlib.save` wrote
+            with an optimizer, its state is read too, for optax's Adam or momentum, and the number of steps.
         names: what a tensor of the checkpoint is called here, where the two differ: a function of its name, or a
-            mapping from it (others keep theirs); None leaves a tensor out.
+            mapping from it (others keep theirs); None leaves a tensor out. Where an optimizer's state is read, these
+            are names of parameters, without "params.", and what the optimizer keeps of them follows.
         transpose: orders of dims by patterns of names in the checkpoint, as in rules, where they are others there:
             `{"kernel": (1, 0)}`; the numbers are those of `Tensor.permute`.
         cast: convert dtypes that differ; else they are an error.
@@ -79,14 +84,24 @@ def load(
     targets, model, back = _compiled(into) if isinstance(into, Compiled) else _tree(into)
     folder, text = found(given(path, "load"))
     with ExitStack() as keep:
-        source = opened(keep, Path(str(folder)), text, model, names, transpose)
+        trained = False
+        if text is None:
+            source = opened(keep, Path(str(folder)), text, model, names, transpose)
+        else:
+            source = opened(keep, Path(str(folder)), text, model, None, None)
+            trained = isinstance(into, TrainState)
+            source = renamed(source, list(targets), names, transpose, trained=trained)
         readers = keep.enter_context(source.readers())
-        chosen = _chosen(source, targets, cast)
+        counters = {name: target for name, target in targets.items() if trained and _counts(name)}
+        chosen = _chosen(source, {name: target for name, target in targets.items() if name not in counters}, cast)
 
         def read() -> dict[str, Any]:
-            numbers = sorted({piece.file for several in chosen.values() for _, s in several for piece in s.pieces})
+            used = [saved for several in chosen.values() for _, saved in several]
+            used += source.manifest.tensors["optimizer"].values() if trained else ()
+            numbers = sorted({piece.file for saved in used for piece in saved.pieces})
             source.check_all([source.manifest.files[n] for n in numbers], checksums=jax.process_index() == 0)
-            arrays = {}
+            made = steps(source, readers) if trained else 0
+            arrays = {name: target.make(lambda _: torch.tensor(made)) for name, target in counters.items()}
             with Progress(f'loading "{source.folder.name}"', unit="tensors", total=len(chosen)) as progress:
                 for name, several in chosen.items():
                     arrays[name] = _read(source, readers, targets[name], several)
@@ -94,6 +109,11 @@ def load(
             return arrays
 
         return back(source.reading(read))
+
+
+def _counts(name: str) -> bool:
+    """Return whether a leaf of a training step's state counts updates."""
+    return name == "step" or (name.startswith("opt_state.") and name.endswith(".count"))
 
 
 class _Target:
@@ -130,7 +150,11 @@ def _of_storage(stored: Storage, names: Sequence[str]) -> _Target:
 
 def _tree(into: Any) -> tuple[dict[str, _Target], Any, Callable[[Any], Any]]:
     leaves, structure = jax.tree_util.tree_flatten_with_path(into)
-    targets = {name_of_path(path): _of_leaf(name_of_path(path), leaf) for path, leaf in leaves}
+    paths = [name_of_path(path) for path, _ in leaves]
+    # Of flax's variables, whose paths end in "value": rules leave it out, and orbax keeps it.
+    short = [name for name, _ in named_leaves(into, lambda _: False)]
+    both = zip(short, paths, leaves, strict=True)
+    targets = {name: _of_leaf((name, path), leaf) for name, path, (_, leaf) in both}
     if len(targets) != len(leaves):
         raise InputError("Two paths of the tree make the same name; rename keys that hold dots.")
 
@@ -140,7 +164,8 @@ def _tree(into: Any) -> tuple[dict[str, _Target], Any, Callable[[Any], Any]]:
     return targets, None, back
 
 
-def _of_leaf(name: str, leaf: Any) -> _Target:
+def _of_leaf(names: tuple[str, str], leaf: Any) -> _Target:
+    name = names[0]
     if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
         raise InputError(
             f'load was given a tree with {type(leaf).__name__} at "{name}"; give what compile_model returned first, or '
@@ -148,12 +173,13 @@ def _of_leaf(name: str, leaf: Any) -> _Target:
             "makes it."
         )
     sharding = leaf.sharding or SingleDeviceSharding(jax.local_devices()[0])
-    shape, dtype = tuple(leaf.shape), leaf.dtype
+    shape, dtype = tuple(leaf.shape), torch_dtype(leaf.dtype)
+    refuse_narrowed(dtype, f'"{name}"')
 
     def make(read: Callable[[Slices], torch.Tensor]) -> Any:
-        return by_pieces(shape, sharding, lambda index: to_numpy(read(index).to(torch_dtype(dtype)).contiguous()))
+        return by_pieces(shape, sharding, lambda index: fitting(to_numpy(read(index).to(dtype)), f'"{name}"'))
 
-    return _Target((name,), shape, torch_dtype(dtype), make)
+    return _Target(names, shape, dtype, make)
 
 
 def _chosen(source: Opened, targets: Mapping[str, _Target], cast: bool) -> dict[str, list[tuple[str, Saved]]]:

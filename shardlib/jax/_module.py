@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
 
 from shardlib.engine._torch import pytree
 from shardlib.errors import InputError
@@ -23,6 +26,7 @@ class JaxModule(nn.Module):
 
     Parameters are torch's, so that its optimizers step on them; forward and backward run in JAX, jitted, and hand
     tensors over without a copy where alignment allows. A gradient that JAX does not define (of whole numbers) is None.
+    Inside of a sharded model, each rank calls the function with whole tensors: what a model axis splits is gathered.
 
     Args:
         function: pure; its outputs are an array, or a nested structure of them.
@@ -53,10 +57,23 @@ class JaxModule(nn.Module):
 
     def forward(self, *inputs: Any) -> Any:
         """Call the function with these parameters, on tensors."""
-        params = [self.get_parameter(name) for name in self._names]
+        # By attribute: where a unit is gathered (fsdp, zero(3)), a plain tensor stands in the parameter's place.
+        params = [operator.attrgetter(name)(self) for name in self._names]
         leaves, inputs_structure = pytree.tree_flatten(inputs)
-        results = _Called.apply(self, inputs_structure, len(params), *params, *leaves)
-        return pytree.tree_unflatten(list(results[1:]), results[0])
+        # Where a model axis splits activations, every rank computes the same, on whole tensors.
+        split = next((each.device_mesh for each in (*leaves, *params) if isinstance(each, DTensor)), None)
+        structure, *results = _Called.apply(self, inputs_structure, len(params), *map(_whole, (*params, *leaves)))
+        if split is not None:
+            results = [_replicated(each, split) for each in results]
+        return pytree.tree_unflatten(results, structure)
+
+
+def _whole(value: Any) -> Any:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _replicated(value: Any, mesh: DeviceMesh) -> Any:
+    return DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
 def _register(module: nn.Module, name: str, leaf: Any) -> None:
@@ -73,7 +90,7 @@ def _register(module: nn.Module, name: str, leaf: Any) -> None:
         module = module.get_submodule(parent)
     if not last or hasattr(module, last):
         raise InputError(f'JaxModule: a parameter cannot be called "{name}" in a torch module; rename it.')
-    module.register_parameter(last, nn.Parameter(tensor, requires_grad=tensor.is_floating_point()))
+    module.register_parameter(last, nn.Parameter(tensor, requires_grad=_has_gradient(tensor)))
 
 
 class _Called(torch.autograd.Function):
@@ -81,29 +98,44 @@ class _Called(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, module: JaxModule, structure: Any, count: int, *tensors: Any) -> Any:
-        arrays = [to_jax(t) if isinstance(t, torch.Tensor) else t for t in tensors]
-        params = jax.tree_util.tree_unflatten(module._structure, arrays[:count])
-        inputs = pytree.tree_unflatten(arrays[count:], structure)
+        # Torch keeps the tensors, so that it notices writes to them, and gathers or recomputes them in backward.
+        ctx.save_for_backward(*(t if isinstance(t, torch.Tensor) else None for t in tensors))
+        ctx.others = [None if isinstance(t, torch.Tensor) else t for t in tensors]
+        ctx.module, ctx.count, ctx.inputs = module, count, structure
+        params, inputs = _arguments(ctx, tensors)
         outputs, outputs_structure = pytree.tree_flatten(module._forward(params, *inputs))
-        ctx.module, ctx.params, ctx.inputs, ctx.structure = module, params, inputs, outputs_structure
+        ctx.outputs = outputs_structure
         ctx.set_materialize_grads(True)
         results = [to_torch(array) for array in outputs]
-        ctx.mark_non_differentiable(*(r for r in results if not r.is_floating_point()))
+        ctx.mark_non_differentiable(*(r for r in results if not _has_gradient(r)))
         return (outputs_structure, *results)
 
     @staticmethod
     def backward(ctx: Any, _: Any, *grads: Any) -> Any:
-        cotangents = pytree.tree_unflatten([_cotangent(grad) for grad in grads], ctx.structure)
-        by_params, by_inputs = ctx.module._backward(ctx.params, ctx.inputs, cotangents)
+        cotangents = pytree.tree_unflatten([_cotangent(grad) for grad in grads], ctx.outputs)
+        tensors = [o if t is None else t for t, o in zip(ctx.saved_tensors, ctx.others, strict=True)]
+        by_params, by_inputs = ctx.module._backward(*_arguments(ctx, tensors), cotangents)
         leaves = [*jax.tree_util.tree_leaves(by_params), *pytree.tree_leaves(by_inputs)]
-        return (None, None, None, *(None if _has_none(leaf) else to_torch(leaf) for leaf in leaves))
+        return (None, None, None, *(_gradient(leaf) for leaf in leaves))
+
+
+def _arguments(ctx: Any, tensors: Sequence[Any]) -> tuple[Any, Any]:
+    """Return parameters and inputs of the function as JAX has them."""
+    arrays = [to_jax(t) if isinstance(t, torch.Tensor) else t for t in tensors]
+    params = jax.tree_util.tree_unflatten(ctx.module._structure, arrays[: ctx.count])
+    return params, pytree.tree_unflatten(arrays[ctx.count :], ctx.inputs)
+
+
+# A complex gradient of torch is the conjugate of JAX's.
 
 
 def _cotangent(grad: torch.Tensor) -> Any:
-    if grad.is_floating_point() or grad.is_complex():
-        return to_jax(grad.contiguous())
-    return np.zeros(tuple(grad.shape), jax.dtypes.float0)
+    return to_jax(grad.conj()) if _has_gradient(grad) else np.zeros(tuple(grad.shape), jax.dtypes.float0)
 
 
-def _has_none(leaf: Any) -> bool:
-    return getattr(leaf, "dtype", None) == jax.dtypes.float0
+def _gradient(leaf: Any) -> torch.Tensor | None:
+    return None if getattr(leaf, "dtype", None) == jax.dtypes.float0 else to_torch(leaf).conj()
+
+
+def _has_gradient(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()

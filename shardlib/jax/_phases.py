@@ -73,7 +73,7 @@ class OfModel:
         return params
 
     def scaler(self, params: Any) -> LossScale | None:
-        return None
+        return self.fn.plan.step.scaler
 
     def _check(self, params: Any) -> None:
         trained = {row.name for row in self.fn.plan.rows if row.requires_grad}

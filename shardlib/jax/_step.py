@@ -16,6 +16,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from shardlib._dtypes import name_of
 from shardlib._mesh_shape import MeshShape
 from shardlib._plan import LossScale, RulesLike, Transform
 from shardlib.errors import InputError, check_flags
@@ -236,7 +237,7 @@ class TrainStep:
         (3,)
         """
         shardings = self._shardings(params, buffers)
-        shapes = jax.eval_shape(self._whole_state, params, buffers)
+        shapes = jax.eval_shape(self._whole_state, jax.tree.map(_shape, params), buffers)
         return jax.tree.map(lambda s, at: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=at), shapes, shardings)
 
     def __call__(self, state: TrainState, batch: Any, *, rng: Any = None) -> tuple[TrainState, dict[str, Any]]:
@@ -336,7 +337,7 @@ class TrainStep:
         mesh = self._phases.mesh
         replicated = NamedSharding(mesh, PartitionSpec())
         stored = self._phases.shardings(params, "stored")
-        shape = jax.eval_shape(self._whole_state, params, buffers)
+        shape = jax.eval_shape(self._whole_state, jax.tree.map(_shape, params), buffers)
         opt_state = self._phases.of_state(shape.opt_state, params)
         kept = self._phases.of_buffers(buffers)
         return TrainState(replicated, stored, opt_state, kept, jax.tree.map(lambda _: replicated, shape.scale))
@@ -489,7 +490,14 @@ _ZERO = np.zeros((), np.int32)
 
 
 def _trainable(dtype: Any) -> bool:
-    return bool(jnp.issubdtype(dtype, jnp.inexact)) if not hasattr(dtype, "is_floating_point") else True
+    if hasattr(dtype, "is_floating_point"):  # of torch
+        return bool(dtype.is_floating_point or dtype.is_complex)
+    return bool(jnp.issubdtype(dtype, jnp.inexact))
+
+
+def _shape(leaf: Any) -> Any:
+    """Return the shape of a tensor of torch, which JAX cannot trace; anything else as it is."""
+    return jax.ShapeDtypeStruct(leaf.shape, name_of(leaf.dtype)) if hasattr(leaf, "untyped_storage") else leaf
 
 
 def _all_constrained(tree: Any, shardings: Any) -> Any:

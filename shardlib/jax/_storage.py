@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from jax import lax
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardlib._mesh_shape import MeshShape
@@ -25,8 +26,9 @@ from shardlib._plan import Phase, Row
 from shardlib.errors import InputError, PlanError
 from shardlib.jax._bits import to_numpy, to_tensor
 from shardlib.jax._context import constrained, redistributed
-from shardlib.jax._dtypes import as_dtype, refuse_narrowed
+from shardlib.jax._dtypes import as_dtype
 from shardlib.jax._fused import Fused
+from shardlib.jax._narrow import fitting, refuse_narrowed
 from shardlib.layout import Dim, Layout
 
 __all__ = ["Storage", "by_pieces", "storage_of"]
@@ -105,16 +107,7 @@ class Storage:
 
     def _exact(self, tensor: torch.Tensor) -> np.ndarray:
         """Convert values to their JAX dtype, and refuse values that it changes."""
-        values = to_numpy(tensor.detach().to(self.dtype))
-        dtype = as_dtype(self.dtype)
-        if dtype == values.dtype:
-            return values
-        if values.size and (values != values.astype(dtype)).any():
-            raise InputError(
-                f'"{self.name}" holds {self.dtype} numbers that {dtype.name} cannot hold, and jax_enable_x64 is off. '
-                'Call jax.config.update("jax_enable_x64", True) before the first array is made.'
-            )
-        return values.astype(dtype)
+        return fitting(to_numpy(tensor.detach().to(self.dtype)), f'"{self.name}"')
 
     def _split(self, values: np.ndarray) -> np.ndarray:
         values = values.reshape([size for sizes in self.parts for size in sizes])
@@ -125,8 +118,12 @@ class Storage:
         """Convert an array, or anything of its shape such as a gradient, to the unsharded tensor; always a copy."""
         if tuple(array.shape) != self.array_shape:
             raise InputError(f'"{self.name}" was given as an array of shape {array.shape}; it is {self.array_shape}.')
+        if not getattr(array, "is_fully_addressable", True):  # of several processes, all of which are here
+            array = multihost_utils.process_allgather(array, tiled=True)
         values = np.asarray(array)[tuple(slice(size) for sizes in self.parts for size in sizes)]
-        return to_tensor(np.ascontiguousarray(values).reshape(self.global_shape))
+        tensor = to_tensor(np.ascontiguousarray(values).reshape(self.global_shape))
+        # Integers of 64 bits have 32 in JAX without jax_enable_x64.
+        return tensor.to(self.dtype) if values.dtype == as_dtype(self.dtype) else tensor
 
     def value(self, array: Any) -> Any:
         """Return the value that the model computes with: gathered as the plan says, unpadded, in the compute dtype."""
@@ -171,7 +168,7 @@ def storage_of(row: Row, mesh: Mesh, shape: MeshShape) -> Storage:
     if row.has_master and row.state is not None:  # the master copy is the array, and is rounded where it is used
         stored = row.state.dtype or row.dtype
     for dtype in {stored, computed}:
-        refuse_narrowed(dtype, f'"{row.name}"')
+        refuse_narrowed(dtype, f'"{row.name}"', convert="the model with .float()")
     layouts = {phase: layout.resolve(row.global_shape, shape) for phase, layout in row.layouts.items()}
     for phase, layout in layouts.items():
         _check(row, phase, layout)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardlib._dtypes import name_of
@@ -18,13 +19,15 @@ from shardlib._plan import Phase, Plan, Row, RulesLike, Transform, make_plan
 from shardlib.errors import InputError, MeshError, PlanError
 from shardlib.jax._context import constrained
 from shardlib.jax._mesh import named_sharding
+from shardlib.jax._narrow import fitting, refuse_narrowed
 from shardlib.layout import Layout
 from shardlib.rules.specs import check_even
 from shardlib.rules.trees import Tree
 
 __all__ = ["cast", "plan", "refuse_settings", "shard_params", "shardings"]
 
-_NO_MATTER = ("bucket_mb", "unbucketed_mb", "overlap")  # of how the torch engine sends what XLA sends by itself
+# How the torch engine sends what XLA sends by itself, and the scale of the loss, which train_step carries out.
+_SERVED = ("bucket_mb", "unbucketed_mb", "overlap", "scaler")
 
 
 def plan(tree: Any, mesh: Any, rules: RulesLike, *, transforms: Transform | Sequence[Transform] = ()) -> Plan:
@@ -51,7 +54,7 @@ def plan(tree: Any, mesh: Any, rules: RulesLike, *, transforms: Transform | Sequ
     ('in out@tp', 64)
     """
     made = make_plan(Tree.of(tree).root, MeshShape.of(mesh), rules, transforms=transforms)
-    refuse_settings(made, served=("scaler",))
+    refuse_settings(made)
     return made.map_rows(lambda row: _evenly(row, made.mesh))
 
 
@@ -146,12 +149,12 @@ def refuse_settings(plan: Plan, *, served: Sequence[str] = ()) -> None:
         raise PlanError(
             f'Mesh "{plan.mesh}" has a pipeline axis; the JAX engine runs all modules on all devices. Leave it out.'
         )
-    asked = {name: value for name, value in plan.step.settings().items() if name not in (*_NO_MATTER, *served)}
+    asked = {name: value for name, value in plan.step.settings().items() if name not in (*_SERVED, *served)}
     if asked:
         named = ", ".join(f"{name}={value!r}" for name, value in asked.items())
         raise PlanError(
             f"The plan asks for {named}, by {', '.join(plan.transforms)}; the JAX engine takes no such setting from a "
-            "plan. Leave the transform out: shardlib.jax.train_step has accumulate=, loss_scale= and remat=, and "
+            "plan. Leave the transform out: shardlib.jax.train_step has accumulate= and remat=, and "
             "optax.MultiSteps and jax.checkpoint are JAX's own."
         )
 
@@ -217,22 +220,11 @@ def _even_choices(layout: Layout, shape: tuple[int, ...], mesh: MeshShape, added
 
 def _placed(name: str | None, leaf: Any, sharding: NamedSharding) -> Any:
     if name is not None:
-        _refuse_narrowed(name, leaf)
+        refuse_narrowed(leaf.dtype, f'"{name}"')
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
     if hasattr(leaf, "untyped_storage"):  # a tensor of torch
         from shardlib.jax._bits import to_numpy
 
         leaf = to_numpy(leaf)
-    return jax.device_put(leaf, sharding)
-
-
-def _refuse_narrowed(name: str, leaf: Any) -> None:
-    """Refuse an array of float64 or complex128 that JAX would halve without a word."""
-    dtype = name_of(leaf.dtype)
-    kept = jax.dtypes.canonicalize_dtype(dtype).name if dtype in ("float64", "complex128") else dtype
-    if kept != dtype:
-        raise InputError(
-            f'"{name}" is {dtype}, and JAX would silently make it {kept}, since jax_enable_x64 is off. Call '
-            'jax.config.update("jax_enable_x64", True) before the first array is made, or convert the array.'
-        )
+    return jax.device_put(fitting(leaf, f'"{name}"') if isinstance(leaf, np.ndarray) else leaf, sharding)

@@ -1,15 +1,15 @@
-"""Tensors to arrays and back. The first part runs on the devices, the second in two processes of torch and JAX."""
+"""Tensors to arrays and back, on the devices of one process."""
 
 from __future__ import annotations
 
-import sys
-from typing import Any
+from collections.abc import Callable
 
 import torch
 
+from shardlib.errors import InputError
 from tests.jax.refusals import raised
 
-__all__ = ["DTYPES", "refused", "round_trips", "sharing"]
+__all__ = ["DTYPES", "FORMS", "integers_of_64_bits", "refused", "round_trips", "sharing", "there_and_back"]
 
 DTYPES = """float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 complex64 complex128 int64 int32 int16 int8 uint8
 uint16 uint32 bool""".split()  # noqa: SIM905
@@ -59,6 +59,100 @@ def round_trips() -> list[str]:
     return wrong
 
 
+FORMS: dict[str, tuple[Callable[[str], torch.Tensor], bool]] = {
+    "aligned": (lambda dtype: _values(dtype, 64, 64), True),
+    "unaligned": (lambda dtype: _values(dtype, 4097)[1:].view(64, 64), False),
+    "transposed": (lambda dtype: _values(dtype, 64, 32).t(), False),
+    "strided": (lambda dtype: _values(dtype, 64, 64)[::2, ::2], False),
+    "expanded": (lambda dtype: _values(dtype, 1, 64).expand(32, 64), False),
+    "without dims": (lambda dtype: _values(dtype, 2)[0], True),
+    "without elements": (lambda dtype: _values(dtype, 0, 64), True),
+    "conjugated": (lambda _: torch.complex(torch.arange(64.0), torch.arange(64.0) + 1).conj(), False),
+    "negated": (lambda _: torch.complex(torch.arange(64.0), torch.arange(64.0) + 1).conj().imag, False),
+}
+
+
+def there_and_back(form: str, dtype: str) -> None:
+    """A tensor through `to_jax`, `to_torch` and a compiled model's buffer: bits, dtype, and which memory is shared."""
+    import jax
+    import pytest
+    from torch import nn
+
+    import shardlib.jax as sj
+
+    make, shared = FORMS[form]
+    tensor = make(dtype)
+    bits = _bits(tensor.resolve_conj().resolve_neg())
+    array = sj.to_jax(tensor)
+    assert sj.shares_memory(tensor, array) == (shared and tensor.numel() > 0)
+    assert not sj.shares_memory(tensor, sj.to_jax(tensor, copy=True))
+    if shared:
+        sj.to_jax(tensor, copy=False)
+    else:
+        with pytest.raises(InputError, match="memory cannot be shared"):
+            sj.to_jax(tensor, copy=False)
+    back = sj.to_torch(array, copy=False)
+    assert (back.dtype, back.shape, array.shape) == (tensor.dtype, tensor.shape, tuple(tensor.shape))
+    assert _bits(back) == bits and back.is_contiguous()
+    assert not back.numel() or back.data_ptr() == array.unsafe_buffer_pointer()
+
+    module = nn.Module()
+    module.register_buffer("kept", tensor)
+    layout = "rows@dp columns@tp" if tensor.ndim == 2 else None
+    fn, _ = sj.compile_model(module, sj.make_mesh("dp=2,tp=4"), {"kept": layout})
+    for held in (fn.buffers["kept"], fn.from_torch({"kept": tensor})["kept"]):
+        assert held.dtype.name == str(tensor.dtype).removeprefix("torch.") and not sj.shares_memory(tensor, held)
+        assert held.sharding.spec == (jax.P("dp", "tp") if tensor.ndim == 2 else jax.P(*[None] * tensor.ndim))
+        back = fn.to_torch({"kept": held})["kept"]
+        assert (back.dtype, back.shape, _bits(back)) == (tensor.dtype, tensor.shape, bits)
+
+
+def integers_of_64_bits() -> dict[str, str]:
+    """With jax_enable_x64 off: those that fit are exact, by assertion; of others, what is raised."""
+    import tempfile
+
+    import jax
+    import numpy as np
+    from safetensors.torch import save_file
+    from torch import nn
+
+    import shardlib.jax as sj
+
+    class Adds(nn.Module):
+        def __init__(self, number: int) -> None:
+            super().__init__()
+            self.register_buffer("kept", torch.tensor([1]))
+            self.number = number
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.kept + torch.tensor(self.number)
+
+    fits, large = torch.tensor([2**31 - 3, -(2**31)]), torch.tensor([2**31, 0])
+    mesh = sj.make_mesh("dp=8")
+    array = sj.to_jax(fits)
+    assert array.dtype == "int32" and array.tolist() == fits.tolist()
+    fn, params = sj.compile_model(Adds(1), mesh, {"kept": None})
+    back = fn.to_torch(fn.from_torch({"kept": fits[:1]}))["kept"]
+    assert back.dtype == torch.int64 and back.tolist() == fits[:1].tolist()
+    assert fn(params, fits).tolist() == (fits + 2).tolist()
+    assert fn(params, fits.numpy()).tolist() == (fits + 2).tolist()
+    assert sj.shard_params({"n": fits}, mesh, {"n": None})["n"].tolist() == fits.tolist()
+    constant, _ = sj.compile_model(Adds(2**31), mesh, {"kept": None})
+    with tempfile.TemporaryDirectory() as folder:
+        save_file({"n": large}, f"{folder}/large.safetensors")
+        into = {"n": jax.ShapeDtypeStruct((2,), np.dtype("int64"))}
+        found = {"load": raised(lambda: sj.load(f"{folder}/large.safetensors", into))}
+    return found | {
+        "to_jax": raised(lambda: sj.to_jax(large)),
+        "shared": raised(lambda: sj.to_jax(fits, copy=False)),
+        "from_torch": raised(lambda: fn.from_torch({"kept": large[:1]})),
+        "argument": raised(lambda: fn(params, large)),
+        "numpy": raised(lambda: fn(params, large.numpy())),
+        "constant": raised(lambda: constant(params, fits)),
+        "shard_params": raised(lambda: sj.shard_params({"n": large.numpy()}, mesh, {"n": None})),
+    }
+
+
 def sharing() -> dict[str, bool]:
     """Which memory can be shared."""
     import shardlib.jax as sj
@@ -83,74 +177,3 @@ def refused() -> dict[str, str]:
         "unaligned": raised(lambda: sj.to_jax(torch.zeros(65)[1:], copy=False)),
         "pieces": raised(lambda: sj.to_torch(sj.to_jax(torch.zeros(8), mesh, "rows@tp"), copy=False)),
     }
-
-
-# --- two processes --------------------------------------------------------------------------------------------------
-
-
-def train_with_torch_on_gradients_of_jax(rank: int, ports: list[int]) -> None:
-    """DTensor parameters, a jitted `value_and_grad` in JAX, DTensor gradients, torch's AdamW: torch's numbers."""
-    import os
-
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports[0])}
-    import jax
-    import torch.distributed as dist
-    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-
-    import shardlib as sl
-    import shardlib.jax as sj
-
-    jax.config.update("jax_enable_x64", True)
-    dist.init_process_group("gloo", rank=rank, world_size=2)
-    jax.distributed.initialize(f"127.0.0.1:{ports[1]}", num_processes=2, process_id=rank)
-    mesh = sl.mesh("tp=2")
-    torch.manual_seed(0)
-    # 64 columns of float64 are a multiple of 64 bytes; 7 rows are uneven.
-    full = {
-        "up": torch.randn(64, 16).double(),
-        "down": torch.randn(16, 64).double(),
-        "odd": torch.randn(7, 64).double(),
-    }
-    places = {"up": Shard(0), "down": Shard(1), "odd": Shard(0)}
-    params = {name: distribute_tensor(value, mesh, [places[name]]).requires_grad_() for name, value in full.items()}
-    x = torch.randn(8, 16).double()
-    inputs = sj.to_jax(distribute_tensor(x, mesh, [Replicate()]))
-
-    def loss_of(params: Any, x: Any) -> Any:
-        hidden = jax.numpy.tanh(x @ params["up"].T)
-        return ((hidden @ params["down"].T) ** 2).mean() + ((hidden @ params["odd"][:7].T) ** 2).mean()
-
-    first = sj.to_jax(params, pad=True)
-    shardings = {name: array.sharding for name, array in first.items()}
-    step = jax.jit(jax.value_and_grad(loss_of), out_shardings=(None, shardings))
-    alone = {name: value.clone().requires_grad_() for name, value in full.items()}
-    optimizers = [torch.optim.AdamW(list(group.values()), 1e-2, eps=1e-5) for group in (params, alone)]
-    for _ in range(3):
-        arrays = sj.to_jax(params, pad=True)
-        assert all(sj.shares_memory(params[name], arrays[name]) for name in ("up", "down"))
-        loss, grads = jax.block_until_ready(step(arrays, inputs))
-        (shard,) = grads["odd"].addressable_shards
-        assert float(abs(shard.data[4 - rank :]).sum()) == 0, "the pad has a gradient"
-        for name, parameter in params.items():
-            grad = sj.to_torch(grads[name], mesh, global_shape=tuple(parameter.shape))
-            assert isinstance(grad, DTensor) and grad.shape == parameter.shape
-            parameter.grad = grad
-        hidden = torch.tanh(x @ alone["up"].T)
-        wanted = ((hidden @ alone["down"].T) ** 2).mean() + ((hidden @ alone["odd"].T) ** 2).mean()
-        wanted.backward()
-        assert abs(float(loss) - float(wanted)) <= 1e-12 * float(wanted)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    for name, parameter in params.items():
-        assert torch.allclose(parameter.full_tensor(), alone[name], rtol=1e-12, atol=1e-12), name
-    partial = DTensor.from_local(torch.zeros(4), mesh, [torch.distributed.tensor.Partial()])
-    assert "LayoutError" in raised(lambda: sj.to_jax(partial))
-    assert "pad=True" in raised(lambda: sj.to_jax(params["odd"]))
-    dist.barrier()
-    dist.destroy_process_group()
-    print("done", flush=True)
-
-
-if __name__ == "__main__":
-    train_with_torch_on_gradients_of_jax(int(sys.argv[1]), [int(port) for port in sys.argv[2:]])

@@ -269,6 +269,21 @@ def _aux_is_stacked_and_each_microbatch_has_its_key() -> None:
 
 
 @_check
+def _parameters_may_be_tensors_of_torch() -> None:
+    tensors = {"kernel": torch.ones(4, 4, dtype=torch.float64), "bias": torch.zeros(4, dtype=torch.float64)}
+    step = sj.train_step(_square, optax.sgd(0.1), {"kernel": "in out@tp", "bias": "out@tp"}, sj.make_mesh("dp=2,tp=4"))
+    state, _ = step(step.init(tensors), _batch())
+    arrays = jax.tree.map(jnp.asarray, {name: tensor.numpy() for name, tensor in tensors.items()})
+    wanted, _ = step(step.init(arrays), _batch())
+    jax.tree.map(_close, state.params, wanted.params)
+    assert (
+        state.params["kernel"].sharding.spec
+        == step.abstract(tensors).params["kernel"].sharding.spec
+        == jax.P(None, "tp")
+    )
+
+
+@_check
 def _an_optimizer_that_reads_the_loss_is_given_it() -> None:
     optimizer = optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=1, factor=0.5))
     step = sj.train_step(_square, optimizer, _KERNEL, sj.make_mesh("dp=2,tp=4"))
@@ -304,19 +319,36 @@ def _a_step_whose_gradients_overflow_is_skipped() -> None:
         assert params["kernel"].dtype == jnp.float16
         return (batch["x"] @ params["kernel"]).astype(jnp.float32).mean()
 
-    scale = sl.transforms.LossScale(2.0**17, growth_interval=2)
-    low = sl.precision("fp16_naive", scaler=scale)
-    step = sj.train_step(loss_fn, optax.adam(0.5), _KERNEL, sj.make_mesh("dp=2,tp=4"), transforms=[sl.zero(1), low])
-    state = step.init({"kernel": jnp.ones((4, 4), jnp.float32)})
-    x = jnp.full((8, 4), 2.5, jnp.float16)
+    mesh, transforms = sj.make_mesh("dp=2,tp=4"), [sl.zero(1), _scaled_fp16()]
+    step = sj.train_step(loss_fn, optax.adam(0.5), _KERNEL, mesh, transforms=transforms)
+    _skips(step, {"kernel": jnp.ones((4, 4), jnp.float32)})
+
+
+@_check
+def _a_compiled_model_has_the_loss_scale_of_its_plan() -> None:
+    model = nn.Linear(4, 4, bias=False)
+    nn.init.ones_(model.weight)
+    mesh, transforms = sj.make_mesh("dp=2,tp=4"), [sl.zero(1), _scaled_fp16()]
+    fn, params = sj.compile_model(model, mesh, {"weight": "out@tp in"}, transforms=transforms)
+    loss = fn.around(lambda model, x: model(x).float().mean())
+    assert fn(params, jnp.ones((8, 4), jnp.float16)).dtype == jnp.float16
+    _skips(sj.train_step(lambda params, batch: loss(params, batch["x"]), optax.adam(0.5), fn), params)
+
+
+def _scaled_fp16() -> Any:
+    return sl.precision("fp16_naive", scaler=sl.transforms.LossScale(2.0**17, growth_interval=2))
+
+
+def _skips(step: Any, params: Any) -> None:
+    """Five steps of a mean of products with ones; the gradient of each weight is 2.5 / 4."""
+    state = step.init(params)
     seen = []
     for _ in range(5):
-        state, metrics = step(state, {"x": x})
-        seen.append(
-            (bool(metrics["skipped"]), float(metrics["scale"]), int(state.step), float(state.params["kernel"].max()))
-        )
-        assert state.params["kernel"].dtype == state.opt_state[0].mu["kernel"].dtype == jnp.float32
-    # The gradient of each weight is 2.5 / 4 times the scale; float16 ends at 65504.
+        state, metrics = step(state, {"x": jnp.full((8, 4), 2.5, jnp.float16)})
+        (weight,), (moment,) = state.params.values(), state.opt_state[0].mu.values()
+        seen.append((bool(metrics["skipped"]), float(metrics["scale"]), int(state.step), float(weight.max())))
+        assert weight.dtype == moment.dtype == jnp.float32
+    # The gradient times the scale is in float16, which ends at 65504.
     skipped, scales, steps, values = zip(*seen, strict=True)
     assert skipped == (True, False, False, True, False), seen
     assert scales == (2.0**17, 2.0**16, 2.0**16, 2.0**17, 2.0**16), seen

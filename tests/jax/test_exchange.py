@@ -2,19 +2,42 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
+import pytest
 
 from tests.jax import exchanged, on_devices
-
-_ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_every_dtype_goes_there_and_back_without_a_copy():
     assert on_devices.run(exchanged.round_trips) == []
+
+
+_EXACT = ["float8_e4m3fn", "float8_e5m2", "bfloat16", "float16", "float64", "int64", "bool", "complex64", "complex128"]
+_CASES = [(form, dtype) for form in exchanged.FORMS for dtype in _EXACT if form not in ("conjugated", "negated")]
+
+
+@pytest.mark.parametrize(("form", "dtype"), [*_CASES, ("conjugated", "complex64"), ("negated", "float32")])
+def test_a_tensor_of_any_form_has_the_same_bits_there_and_back(form: str, dtype: str):
+    on_devices.run(exchanged.there_and_back, form, dtype)
+
+
+FITS = ("InputError", "holds int64 numbers that int32 cannot hold", "jax_enable_x64")
+WORDS_64 = {
+    "load": ('"n" holds', *FITS),
+    "to_jax": ("A tensor holds", *FITS),
+    "shared": ("InputError", "torch.int64 becomes int32 without jax_enable_x64"),
+    "from_torch": ('"kept" holds', *FITS),
+    "argument": ("An argument holds", *FITS),
+    "numpy": ("An argument holds", *FITS),
+    "constant": ("The constant", *FITS),
+    "shard_params": ('"n" holds', *FITS),
+}
+
+
+def test_integers_of_64_bits_are_exact_or_refused_without_x64():
+    raised = on_devices.run(exchanged.integers_of_64_bits, x64=False)
+    assert raised.keys() == WORDS_64.keys()
+    for name, words in WORDS_64.items():
+        assert [word for word in words if word not in raised[name]] == [], raised[name]
 
 
 def test_which_memory_is_shared():
@@ -35,31 +58,3 @@ def test_what_is_refused_is_explained():
     raised = on_devices.run(exchanged.refused, x64=False)
     for name, words in WORDS.items():
         assert [word for word in words if word not in raised[name]] == [], raised[name]
-
-
-def _free_ports(count: int) -> list[str]:
-    held = [socket.socket() for _ in range(count)]
-    for one in held:
-        one.bind(("127.0.0.1", 0))
-    ports = [str(one.getsockname()[1]) for one in held]
-    for one in held:
-        one.close()
-    return ports
-
-
-def test_two_processes_train_with_torchs_optimizer_on_gradients_of_jax():
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(_ROOT)}
-    ports = _free_ports(2)
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, exchanged.__file__, str(rank), *ports],
-            env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    try:
-        said = [rank.communicate(timeout=120)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert all("done" in each for each in said), "\n".join(said)

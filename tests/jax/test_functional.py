@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+import shardlib as sl
 from shardlib.errors import InputError, PlanError
 from shardlib.functional import adamw, functional, train_step
 from tests.house.source import ROOT
@@ -52,4 +53,11 @@ def test_what_is_refused_is_explained():
         train_step(apply, "adamw", lambda model, x: model(x).sum())
     with pytest.raises(PlanError, match=r"engine='tpu'.*give \"torch\" or \"jax\""):
         functional(nn.Linear(4, 2), "dp=1", {"**": None}, engine="tpu")
+    with pytest.raises(PlanError, match=r"scales the loss, .* Use shardlib.jax.train_step"):
+        scaled, _ = functional(
+            nn.Linear(4, 2), "dp=1", {"*": None}, transforms=sl.precision("fp16_naive"), engine="jax"
+        )
+        train_step(scaled, adamw(1e-3), lambda model, x: model(x).sum())
+    with pytest.raises(InputError, match=r"for JAX; give shardlib.functional.adamw"):
+        train_step(functional(nn.Linear(4, 2), "dp=1", {"*": None}, engine="jax")[0], "adamw", lambda model, x: x)
     assert adamw(1e-3).of_torch(params.values()).defaults["weight_decay"] == 0.01

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from importlib import metadata
+from typing import Any
 
 import pytest
 import torch
 
+import shardlib as sl
+from shardlib._mesh_shape import MeshShape
 from shardlib.errors import ShardlibError
 from shardlib.jax import _require
-from tests.jax import on_devices
+from tests.jax import on_devices, on_processes
 
 
 def _gradients_are_right() -> None:
@@ -46,6 +50,103 @@ def _gradients_are_right() -> None:
 
 def test_torch_trains_a_function_of_jax():
     on_devices.run(_gradients_are_right)
+
+
+def _complex_gradients_are_those_of_torch() -> None:
+    import jax.numpy as jnp
+
+    import shardlib.jax as sj
+
+    torch.manual_seed(0)
+    module = sj.JaxModule(lambda p, x: jnp.exp(x * p["w"]), {"w": torch.randn(3, dtype=torch.complex128)})
+    x = torch.randn(3, dtype=torch.complex128, requires_grad=True)
+    assert torch.autograd.gradcheck(module, (x,))
+    module(x).abs().sum().backward()
+    w = module.get_parameter("w")
+    (wanted,) = torch.autograd.grad(torch.exp(x * w).abs().sum(), w)
+    torch.testing.assert_close(w.grad, wanted, rtol=1e-12, atol=1e-12)
+
+
+def _torch_keeps_what_backward_reads() -> None:
+    """A write between forward and backward is noticed, and a checkpoint computes anew."""
+    import jax.numpy as jnp
+
+    import shardlib.jax as sj
+
+    module = sj.JaxModule(lambda p, x: jnp.sin(x * p["w"]), {"w": torch.ones(64, dtype=torch.float64)})
+    x = torch.ones(64, dtype=torch.float64)
+    y = module(x).sum()
+    with torch.no_grad():
+        module.get_parameter("w").add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or len(kept) - 1, lambda at: kept[at]):
+        y = module(x).sum()
+    assert {t.data_ptr() for t in kept} == {x.data_ptr(), module.get_parameter("w").data_ptr()}
+    y.backward()
+    torch.testing.assert_close(module.get_parameter("w").grad, torch.cos(2 * x))
+
+
+@pytest.mark.parametrize("check", [_complex_gradients_are_those_of_torch, _torch_keeps_what_backward_reads])
+def test_its_gradients_are_those_of_a_module_of_torch(check: Callable[[], None]):
+    on_devices.run(check)
+
+
+SHARDED = {
+    "data ranks": ("dp=4", {}, None),
+    "zero 1": ("dp=4", {}, sl.zero(1)),
+    "zero 3": ("dp=4", {}, sl.zero(3)),
+    "fsdp": ("dp=4", {}, sl.fsdp()),
+    "between whole activations": ("dp=2,tp=2", {"up": "rowwise", "down": "colwise"}, sl.zero(1)),
+    "between split activations": ("dp=2,tp=2", {"up": "colwise", "down": "rowwise"}, sl.fsdp()),
+    "its own weight split": ("dp=2,tp=2", {"inner.dense.kernel": "in out@tp"}, None),
+}
+
+
+@pytest.mark.parametrize("case", SHARDED)
+def test_inside_of_a_sharded_model_it_trains_as_on_one_device(case: str):
+    on_processes.run(_trained_beside_one_device, *SHARDED[case])
+
+
+def _trained_beside_one_device(mesh: str, rules: dict[str, str], transform: Any) -> None:
+    alone, sharded = _around(), _around()
+    x = torch.randn(8, 8, dtype=torch.float64)
+    sharded = sl.shard_model(sharded, mesh, sl.Rules(rules, unmatched="replicate"), transforms=transform or ())
+    shape = MeshShape(mesh)
+    index, ranks = shape.data_place(shape.coordinate(torch.distributed.get_rank()))
+    optimizers = [torch.optim.AdamW(model.parameters(), 1e-2) for model in (alone, sharded)]
+    for _ in range(2):
+        wanted, loss = alone(x).square().mean(), sharded(x.chunk(ranks)[index]).square().mean()
+        for each, optimizer in zip((wanted, loss), optimizers, strict=True):
+            each.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, tensor in sl.full_state_dict(sharded).items():
+        torch.testing.assert_close(tensor, alone.state_dict()[name], rtol=1e-12, atol=1e-12)
+
+
+def _around() -> Any:
+    """A function of JAX between two layers of torch, which takes a parameter of theirs too."""
+    import jax.numpy as jnp
+
+    import shardlib.jax as sj
+
+    def function(params, x, scale):
+        return jnp.tanh(x @ params["dense"]["kernel"] + params["dense"]["bias"]) * scale
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = torch.nn.Linear(8, 16), torch.nn.Linear(16, 4)
+            self.scale = torch.nn.Parameter(torch.tensor(0.5))
+            self.inner = sj.JaxModule(function, {"dense": {"kernel": torch.randn(16, 16), "bias": torch.randn(16)}})
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.down(self.inner(self.up(x).relu(), self.scale))
+
+    torch.manual_seed(0)
+    return Model().double()
 
 
 def test_jax_that_is_missing_or_too_old_is_named(monkeypatch: pytest.MonkeyPatch):

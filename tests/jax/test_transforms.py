@@ -13,7 +13,8 @@ def test_a_transform_makes_of_it_what_it_makes_of_the_model_by_hand(check: str):
 
 
 WORDS = {
-    "symbolic": ("InputError", "symbolic shape (rows, 8)", "jax.export.export(jax.jit(fn))(fn.abstract(), "),
+    "symbolic": ("InputError", "(2*rows, 8)", "an expression", "jax.export.export(jax.jit(fn))(fn.abstract(), "),
+    "branch on rows": ("PlanError", "_Branches cannot be exported", "Export a program for each number of rows"),
     "explicit": ("InputError", "whose axes dp, tp are Explicit", "jax.sharding.auto_axes(fn, out_sharding="),
     "explicit step": (
         "InputError",

@@ -17,6 +17,7 @@ from torch import nn
 
 import shardlib as sl
 import shardlib.jax as sj
+from shardlib.testing import models
 from tests.jax.refusals import raised
 
 __all__ = ["CHECKS", "refused"]
@@ -154,6 +155,56 @@ def _ahead_of_time_and_exported() -> None:
     _same(lambda each: jax.jit(jax.grad(functools.partial(_loss, exported.call if each is fn else each)))(params, x))
 
 
+class _Pictures(nn.Module):
+    """Plain and grouped convolutions, a norm, pooling, and a size that is computed of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.grouped = nn.Conv2d(4, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1, groups=4)
+        self.norm, self.head = nn.BatchNorm2d(8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.relu(self.norm(self.conv(x)))
+        y = nn.functional.max_pool2d(self.grouped(y) + y, 2)
+        pairs = y.reshape(y.shape[0] * 2, -1).reshape(y.shape[0], 8, -1)
+        return self.head(pairs[:].mean(2))
+
+
+@_check
+def _exported_for_any_number_of_rows() -> None:
+    torch.manual_seed(0)
+    transformer = models.Transformer(vocab=11, heads=4, head=4, layers=2).double()
+    pictures = sl.Rules({"head": "colwise"}, unmatched="replicate")
+    ids, images = jnp.arange(48).reshape(8, 6) % 11, jax.random.normal(jax.random.key(0), (8, 4, 8, 8))
+    for model, rules, x, scan in (
+        (transformer, models.rules_for(transformer), ids, False),
+        (transformer, models.rules_for(transformer), ids, True),
+        (_Pictures().double().eval(), pictures, images, False),
+    ):
+        fn, params = sj.compile_model(model, sj.make_mesh("dp=2,tp=4"), rules, scan=scan)
+        step = jax.jit(jax.value_and_grad(lambda p, x, fn=fn: jnp.square(fn(p, x)).mean()))
+        shapes = {name: shape for name, shape in fn.abstract().items() if name in params}
+        (rows,) = jax.export.symbolic_shape("rows")
+        exported = jax.export.export(step)(shapes, jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype))
+        for count in (8, 3):
+            loss, grads = jax.jit(exported.call)(params, x[:count])
+            _beside_torch(model, sj.to_torch(x[:count]), float(loss), fn.to_torch(grads))
+
+
+def _beside_torch(model: nn.Module, x: torch.Tensor, loss: float, grads: dict[str, torch.Tensor]) -> None:
+    model.zero_grad()
+    wanted = model(x).square().mean()
+    wanted.backward()
+    assert abs(loss - float(wanted)) <= 1e-12 * abs(float(wanted))
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(grads[name], parameter.grad, rtol=1e-12, atol=1e-12)
+
+
+class _Branches(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if x.shape[0] > 5 else x
+
+
 @_check
 def _under_a_mesh_of_either_type() -> None:
     fn, params, _, x = _model()
@@ -193,7 +244,9 @@ def _inside_pmap() -> None:
 def refused() -> dict[str, str]:
     """What is raised where a transform cannot be served."""
     fn, params, _, x = _model()
-    symbolic = jax.ShapeDtypeStruct(jax.export.symbolic_shape("rows, 8"), x.dtype)
+    symbolic = jax.ShapeDtypeStruct(jax.export.symbolic_shape("2*rows, 8"), x.dtype)
+    rows = jax.ShapeDtypeStruct(jax.export.symbolic_shape("rows, 8"), x.dtype)
+    branches, _ = sj.compile_model(_Branches(), fn.mesh, {})
     shapes = {name: shape for name, shape in fn.abstract().items() if name in params}
     step = sj.train_step(functools.partial(_loss, fn), optax.sgd(0.1), fn)
     state = step.init(params)
@@ -206,6 +259,7 @@ def refused() -> dict[str, str]:
     mapped = jax.shard_map(step, mesh=fn.mesh, in_specs=(jax.P(), jax.P("dp")), out_specs=jax.P(), check_vma=False)
     return {
         "symbolic": raised(lambda: jax.export.export(jax.jit(fn))(shapes, symbolic)),
+        "branch on rows": raised(lambda: jax.export.export(jax.jit(branches))({}, rows)),
         "explicit": raised(lambda: under(lambda: jax.jit(fn)(params, x))),
         "explicit step": raised(lambda: under(lambda: step(state, x))),
         "mapped step": raised(lambda: mapped(state, x)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -175,6 +176,7 @@ def _slice(x: Any, dim: int = 0, start: int | None = None, end: int | None = Non
 
 
 def _at(x: Any, dim: int, start: int | None, end: int | None, step: int) -> tuple[slice, ...]:
+    end = None if end == sys.maxsize else end  # torch's way to say "to the end", of a symbolic dim too
     return (*[slice(None)] * (dim % x.ndim), slice(start, end, step))
 
 
