@@ -13,11 +13,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from shardlib._plan import LossScale, Phase, Plan, RulesLike, Transform
 from shardlib.errors import InputError, nearest
 from shardlib.jax import rules
+from shardlib.jax._context import constrained
 
 if TYPE_CHECKING:
     from shardlib.jax._compile import Compiled
 
-__all__ = ["OfModel", "OfRules", "Phases"]
+__all__ = ["OfModel", "OfRules", "Phases", "copied"]
 
 
 class Phases(Protocol):
@@ -67,7 +68,7 @@ class OfModel:
         return self.fn.shardings(buffers)
 
     def placed(self, params: Any) -> Any:
-        return _copied(params, self.shardings(params, "stored"))
+        return copied(params, self.shardings(params, "stored"))
 
     def values(self, params: Any) -> Any:
         return params
@@ -110,8 +111,7 @@ class OfRules:
         return jax.tree.map(lambda _: NamedSharding(self.mesh, PartitionSpec()), buffers)
 
     def placed(self, params: Any) -> Any:
-        placed = rules.shard_params(params, self.mesh, self._plan(params))
-        return _copied(placed, jax.tree.map(lambda array: array.sharding, placed))
+        return copied(rules.shard_params(params, self.mesh, self._plan(params)), self.shardings(params, "stored"))
 
     def values(self, params: Any) -> Any:
         return rules.cast(params, self.mesh, self._plan(params))
@@ -127,5 +127,13 @@ class OfRules:
         return self._plans[key]
 
 
-def _copied(tree: Any, shardings: Any) -> Any:
-    return jax.tree.map(lambda leaf, sharding: jax.device_put(leaf, sharding, may_alias=False), tree, shardings)
+def copied(tree: Any, shardings: Any) -> Any:
+    """Put a tree of arrays there, in memory of its own, which may be donated."""
+
+    def copy(leaf: Any, sharding: NamedSharding) -> Any:
+        if isinstance(leaf, jax.core.Tracer):
+            return constrained(leaf, sharding)
+        # Twice: the first call may alias the shard of a device that has the array already, whatever it is told.
+        return jax.device_put(jax.device_put(leaf, sharding), sharding, may_alias=False)
+
+    return jax.tree.map(copy, tree, shardings)
