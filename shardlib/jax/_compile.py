@@ -28,7 +28,7 @@ from shardlib.jax._interpreter import run
 from shardlib.jax._mesh import shape_of
 from shardlib.jax._scan import Run, find_runs
 from shardlib.jax._storage import Storage, storage_of
-from shardlib.jax.rules import refuse_settings
+from shardlib.jax.rules import PHASES, refuse_lost, refuse_settings
 
 __all__ = ["Compiled", "as_call", "compile_model", "structure_of"]
 
@@ -87,6 +87,11 @@ def compile_model(
     ((2, 4), P('tp', None))
     """
     check_flags("compile_model", InputError, scan=scan)
+    if not isinstance(model, nn.Module):
+        raise InputError(
+            f"compile_model was given {type(model).__name__}; give a module of torch. For a tree of arrays there are "
+            "shardlib.jax.shard_params and train_step."
+        )
     shape = shape_of(mesh)
     if any(isinstance(tensor, DTensor) for tensor in (*model.parameters(), *model.buffers())):
         raise PlanError("The model is sharded already; compile the single-device model, before shard_model.")
@@ -210,6 +215,8 @@ class Compiled:
         >>> fn.shardings({"mu": params, "count": jnp.zeros(())}, "state")["mu"]["weight"].spec
         P('tp', None)
         """
+        if phase not in PHASES:
+            raise InputError(f"shardings(phase={phase!r}) was given; give one of {', '.join(PHASES)}.")
         replicated = NamedSharding(self.mesh, PartitionSpec())
 
         def find(path: Any, leaf: Any) -> NamedSharding:
@@ -317,6 +324,12 @@ class Compiled:
         return runs
 
     def _checked(self, params: Arrays, buffers: Arrays) -> Arrays:
+        for given in (params, buffers):
+            if not isinstance(given, Mapping) or any(isinstance(array, torch.Tensor) for array in given.values()):
+                raise InputError(
+                    f"A compiled model was given {type(given).__name__} as its parameters or buffers; give the dict of "
+                    "arrays that compile_model returned, or fn.buffers. fn.from_torch converts tensors."
+                )
         arrays = {**buffers, **params}
         if missing := [name for name in self._stored if name not in arrays]:
             raise InputError(
@@ -371,7 +384,9 @@ def _is_array(leaf: Any) -> bool:
 
 
 def _as_array(leaf: Any) -> Any:
-    return jnp.asarray(to_numpy(leaf)) if isinstance(leaf, torch.Tensor) else jnp.asarray(leaf)
+    leaf = to_numpy(leaf) if isinstance(leaf, torch.Tensor) else leaf
+    refuse_lost(leaf, "An argument")
+    return jnp.asarray(leaf)
 
 
 def _key_of(leaf: Any) -> Any:

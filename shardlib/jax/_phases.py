@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from shardlib._dtypes import name_of
 from shardlib._plan import LossScale, Phase, Plan, RulesLike, Transform
-from shardlib.errors import InputError, nearest
+from shardlib.errors import InputError, PlanError, nearest
 from shardlib.jax import rules
 from shardlib.jax._context import constrained
 
@@ -123,8 +124,22 @@ class OfRules:
         leaves, structure = jax.tree.flatten(params)
         key = structure, tuple((tuple(jnp.shape(leaf)), str(getattr(leaf, "dtype", ""))) for leaf in leaves)
         if key not in self._plans:
-            self._plans[key] = rules.plan(params, self.mesh, self.rules, transforms=self.transforms)
+            made = rules.plan(params, self.mesh, self.rules, transforms=self.transforms)
+            _refuse_narrower(made)
+            self._plans[key] = made
         return self._plans[key]
+
+
+def _refuse_narrower(plan: Plan) -> None:
+    """Refuse a plan that stores parameters in fewer bits without a master copy: a tree keeps its dtypes."""
+    for row in plan.rows:
+        if row.requires_grad and not row.has_master and (kept := row.stored.dtype) not in (None, row.dtype):
+            low = name_of(kept)
+            raise PlanError(
+                f'The plan stores "{row.name}" as {low} without a master copy, by {", ".join(plan.transforms)}; a tree '
+                f"keeps the dtypes that it has. Leave the transform out, and give a tree in {low}: "
+                f"jax.tree.map(lambda a: a.astype(jnp.{low}), params)."
+            )
 
 
 def copied(tree: Any, shardings: Any) -> Any:
