@@ -153,7 +153,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         begun = step.init(params)
         program = step.lower(begun, (ids, targets)).compile()
         result["flops"][name] = program.cost_analysis()["flops"]
-        programs[name] = functools.partial(program, begun, (ids, targets), None)
+        programs[name] = functools.partial(program, begun, (ids, targets))
         losses[name] = []
         for _ in range(3):
             begun, metrics = step(begun, (ids, targets))

@@ -30,7 +30,7 @@ from shardlib.jax._narrow import fitting, refuse_narrowed
 from shardlib.jax._opaque import Routing
 from shardlib.jax._scan import Run, find_runs
 from shardlib.jax._storage import Storage, storage_of
-from shardlib.jax.rules import refuse_settings
+from shardlib.jax.rules import PHASES, refuse_settings
 
 __all__ = ["Compiled", "as_call", "compile_model", "structure_of"]
 
@@ -94,6 +94,11 @@ def compile_model(
     ((2, 4), P('tp', None))
     """
     check_flags("compile_model", InputError, scan=scan)
+    if not isinstance(model, nn.Module):
+        raise InputError(
+            f"compile_model was given {type(model).__name__}; give a module of torch. For a tree of arrays there are "
+            "shardlib.jax.shard_params and train_step."
+        )
     shape = shape_of(mesh)
     if any(isinstance(tensor, DTensor) for tensor in (*model.parameters(), *model.buffers())):
         raise PlanError("The model is sharded already; compile the single-device model, before shard_model.")
@@ -217,6 +222,8 @@ class Compiled:
         >>> fn.shardings({"mu": params, "count": jnp.zeros(())}, "state")["mu"]["weight"].spec
         P('tp', None)
         """
+        if phase not in PHASES:
+            raise InputError(f"shardings(phase={phase!r}) was given; give one of {', '.join(PHASES)}.")
         replicated = NamedSharding(self.mesh, PartitionSpec())
 
         def find(path: Any, leaf: Any) -> NamedSharding:
@@ -324,6 +331,12 @@ class Compiled:
         return runs
 
     def _checked(self, params: Arrays, buffers: Arrays) -> Arrays:
+        for given in (params, buffers):
+            if not isinstance(given, Mapping) or any(isinstance(array, torch.Tensor) for array in given.values()):
+                raise InputError(
+                    f"A compiled model was given {type(given).__name__} as its parameters or buffers; give the dict of "
+                    "arrays that compile_model returned, or fn.buffers. fn.from_torch converts tensors."
+                )
         arrays = {**buffers, **params}
         if missing := [name for name in self._stored if name not in arrays]:
             raise InputError(

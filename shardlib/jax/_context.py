@@ -41,6 +41,8 @@ def redistributed(value: Any, there: NamedSharding, back: NamedSharding) -> Any:
     forward, backward = _here(there), _here(back)
     if forward is None or backward is None:
         return value
+    if get_abstract_mesh().explicit_axes:
+        return reshard(value, forward)  # whose cotangent has the value's own type
     return _redistributed.bind(value, there=forward, back=backward)
 
 

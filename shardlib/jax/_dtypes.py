@@ -65,7 +65,7 @@ def torch_dtype(dtype: Any) -> torch.dtype:
     Raises:
         InputError: torch has none.
     """
-    name = jnp.dtype(dtype).name
+    name = dtype.name if hasattr(dtype, "name") else jnp.dtype(dtype).name  # numpy has none for keys
     if name not in _BACK:
         raise InputError(f"torch has no dtype for JAX's {name}. Convert the array with .astype() first.")
     return _BACK[name]

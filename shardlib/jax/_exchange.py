@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from shardlib._mesh_shape import MeshShape
 from shardlib.errors import InputError, MeshError
 from shardlib.jax._bits import to_numpy
-from shardlib.jax._dtypes import as_dtype, exact_dtype
+from shardlib.jax._dtypes import as_dtype, exact_dtype, torch_dtype
 from shardlib.jax._mesh import make_mesh, named_sharding
 from shardlib.jax._narrow import fitting, refuse_narrowed
 from shardlib.layout import Layout
@@ -75,6 +75,11 @@ def to_jax(
         return type(tensor)(to_jax(value, mesh, layout, pad=pad, copy=copy) for value in tensor)
     if not isinstance(tensor, torch.Tensor):
         raise InputError(f"to_jax was given {type(tensor).__name__}; give a tensor, or a mapping or list of tensors.")
+    if tensor.layout != torch.strided or tensor.is_meta:
+        raise InputError(
+            f"to_jax was given a tensor of {tensor.layout} on {tensor.device}; an array has values, and is dense. Give "
+            "tensor.to_dense(), or a tensor with values."
+        )
     _refuse_narrowed(tensor)
     if isinstance(tensor, DTensor):
         if layout is not None:
@@ -82,6 +87,11 @@ def to_jax(
                 f'to_jax was given a DTensor and layout="{layout}"; a DTensor has a layout. Leave one out.'
             )
         return _from_dtensor(tensor, mesh, pad, copy)
+    if mesh is None and layout is not None:
+        raise InputError(
+            f'to_jax was given layout="{layout}" and no mesh, and one device holds all of the array. Give mesh=, as '
+            'shardlib.jax.make_mesh("dp=2,tp=4") makes it.'
+        )
     if mesh is None:
         return _on_device(tensor.detach(), jax.local_devices()[0], copy)
     return _from_whole(tensor.detach(), mesh, layout, pad, copy)
@@ -119,6 +129,10 @@ def to_torch(
         return type(array)(to_torch(v, device_mesh, global_shape=global_shape, copy=copy) for v in array)
     if not isinstance(array, jax.Array):
         raise InputError(f"to_torch was given {type(array).__name__}; give a jax.Array, or a mapping or list of them.")
+    if array.is_deleted():
+        raise InputError("to_torch was given an array whose memory was handed on, by a jitted function that donates.")
+    torch_dtype(array.dtype)  # refuses what torch has not
+    _check_cut(array.shape, global_shape)
     if device_mesh is not None:
         return _to_dtensor(array, device_mesh, global_shape, copy)
     if not array.is_fully_addressable:
@@ -136,6 +150,16 @@ def to_torch(
         for shard in shards:
             full[shard.index] = _taken(shard.data, None)
     return full if global_shape is None else full[tuple(slice(n) for n in global_shape)]
+
+
+def _check_cut(shape: tuple[int, ...], wanted: tuple[int, ...] | None) -> None:
+    if wanted is None:
+        return
+    if len(wanted) != len(shape) or any(n > size for n, size in zip(wanted, shape, strict=True)):
+        raise InputError(
+            f"to_torch(global_shape={tuple(wanted)}) was given for an array of shape {tuple(shape)}; give the shape "
+            "without padding, with as many dims and none of them larger."
+        )
 
 
 def shares_memory(tensor: torch.Tensor, array: jax.Array) -> bool:

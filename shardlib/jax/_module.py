@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import torch
 from torch import nn
@@ -48,12 +49,8 @@ class JaxModule(nn.Module):
         self._names = [name_of_path(path) for path, _ in leaves]
         for name, (_, leaf) in zip(self._names, leaves, strict=True):
             _register(self, name, leaf)
-        self._forward = jax.jit(function)
-
-        def pulled(arrays: Any, inputs: Any, cotangents: Any) -> Any:
-            return jax.vjp(lambda p, x: function(p, *x), arrays, inputs)[1](cotangents)
-
-        self._backward = jax.jit(pulled)
+        self._function = function
+        self._flat: dict[str, _Flat] = {}
 
     def forward(self, *inputs: Any) -> Any:
         """Call the function with these parameters, on tensors."""
@@ -62,10 +59,22 @@ class JaxModule(nn.Module):
         leaves, inputs_structure = pytree.tree_flatten(inputs)
         # Where a model axis splits activations, every rank computes the same, on whole tensors.
         split = next((each.device_mesh for each in (*leaves, *params) if isinstance(each, DTensor)), None)
-        structure, *results = _Called.apply(self, inputs_structure, len(params), *map(_whole, (*params, *leaves)))
+        flat = self._of_leaves(len(params), inputs_structure)
+        structure, *results = _Called.apply(flat, *map(_whole, (*params, *leaves)))
         if split is not None:
             results = [_replicated(each, split) for each in results]
-        return pytree.tree_unflatten(results, structure)
+        return jax.tree.unflatten(structure, results)
+
+    def _of_leaves(self, count: int, structure: Any) -> _Flat:
+        """Return the function of a list of arrays: the parameters, then the leaves of the inputs."""
+        if str(structure) not in self._flat:
+
+            def function(leaves: list[Any]) -> Any:
+                params = jax.tree_util.tree_unflatten(self._structure, leaves[:count])
+                return self._function(params, *pytree.tree_unflatten(leaves[count:], structure))
+
+            self._flat[str(structure)] = _Flat(function)
+        return self._flat[str(structure)]
 
 
 def _whole(value: Any) -> Any:
@@ -93,49 +102,66 @@ def _register(module: nn.Module, name: str, leaf: Any) -> None:
     module.register_parameter(last, nn.Parameter(tensor, requires_grad=_has_gradient(tensor)))
 
 
+class _Flat:
+    """A function of a list of arrays, jitted; its gradients are such a function too, and so have gradients."""
+
+    def __init__(self, function: Callable[[list[Any]], Any]) -> None:
+        self.function, self.run = function, jax.jit(function)
+        self._pullbacks: dict[tuple[int, ...], _Flat] = {}
+
+    def pullback(self, moved: tuple[int, ...], count: int) -> _Flat:
+        """Return the gradients of the leaves at `moved` as a function of all `count` leaves and the results' gradients.
+
+        A gradient of torch is the conjugate of JAX's.
+        """
+        if moved not in self._pullbacks:
+
+            def pulled(leaves: list[Any]) -> Any:
+                own, grads = leaves[:count], leaves[count:]
+
+                def results(values: list[Any]) -> list[Any]:
+                    changed = dict(zip(moved, values, strict=True))
+                    outputs = self.function([changed.get(i, leaf) for i, leaf in enumerate(own)])
+                    return [jnp.asarray(each) for each in jax.tree.leaves(outputs) if _is_inexact(each)]
+
+                _, pull = jax.vjp(results, [own[i] for i in moved])
+                return [grad.conj() for grad in pull([grad.conj() for grad in grads])[0]]
+
+            self._pullbacks[moved] = _Flat(pulled)
+        return self._pullbacks[moved]
+
+
 class _Called(torch.autograd.Function):
-    """`f(params, *inputs)`, and its `jax.vjp` on the way back."""
+    """A function of JAX on tensors, and its `jax.vjp` on the way back."""
 
     @staticmethod
-    def forward(ctx: Any, module: JaxModule, structure: Any, count: int, *tensors: Any) -> Any:
-        # Torch keeps the tensors, so that it notices writes to them, and gathers or recomputes them in backward.
-        ctx.save_for_backward(*(t if isinstance(t, torch.Tensor) else None for t in tensors))
-        ctx.others = [None if isinstance(t, torch.Tensor) else t for t in tensors]
-        ctx.module, ctx.count, ctx.inputs = module, count, structure
-        params, inputs = _arguments(ctx, tensors)
-        outputs, outputs_structure = pytree.tree_flatten(module._forward(params, *inputs))
-        ctx.outputs = outputs_structure
-        ctx.set_materialize_grads(True)
+    def forward(ctx: Any, flat: _Flat, *leaves: Any) -> Any:
+        arrays = [to_jax(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        outputs, structure = jax.tree.flatten(flat.run(arrays))
         results = [to_torch(array) for array in outputs]
-        ctx.mark_non_differentiable(*(r for r in results if not _has_gradient(r)))
-        return (outputs_structure, *results)
+        ctx.flat, ctx.leaves = flat, [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        ctx.tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        ctx.save_for_backward(*(leaves[i] for i in ctx.tensors))  # so that torch sees writes and second derivatives
+        ctx.set_materialize_grads(True)
+        ctx.mark_non_differentiable(*(each for each in results if not _has_gradient(each)))
+        ctx.real = [_has_gradient(each) for each in results]
+        return (structure, *results)
 
     @staticmethod
     def backward(ctx: Any, _: Any, *grads: Any) -> Any:
-        cotangents = pytree.tree_unflatten([_cotangent(grad) for grad in grads], ctx.outputs)
-        tensors = [o if t is None else t for t, o in zip(ctx.saved_tensors, ctx.others, strict=True)]
-        by_params, by_inputs = ctx.module._backward(*_arguments(ctx, tensors), cotangents)
-        leaves = [*jax.tree_util.tree_leaves(by_params), *pytree.tree_leaves(by_inputs)]
-        return (None, None, None, *(_gradient(leaf) for leaf in leaves))
-
-
-def _arguments(ctx: Any, tensors: Sequence[Any]) -> tuple[Any, Any]:
-    """Return parameters and inputs of the function as JAX has them."""
-    arrays = [to_jax(t) if isinstance(t, torch.Tensor) else t for t in tensors]
-    params = jax.tree_util.tree_unflatten(ctx.module._structure, arrays[: ctx.count])
-    return params, pytree.tree_unflatten(arrays[ctx.count :], ctx.inputs)
-
-
-# A complex gradient of torch is the conjugate of JAX's.
-
-
-def _cotangent(grad: torch.Tensor) -> Any:
-    return to_jax(grad.conj()) if _has_gradient(grad) else np.zeros(tuple(grad.shape), jax.dtypes.float0)
-
-
-def _gradient(leaf: Any) -> torch.Tensor | None:
-    return None if getattr(leaf, "dtype", None) == jax.dtypes.float0 else to_torch(leaf).conj()
+        leaves = list(ctx.leaves)
+        for i, tensor in zip(ctx.tensors, ctx.saved_tensors, strict=True):
+            leaves[i] = tensor
+        moved = tuple(i for i in ctx.tensors if _has_gradient(leaves[i]))
+        given = [grad.contiguous() for grad, real in zip(grads, ctx.real, strict=True) if real]
+        found = _Called.apply(ctx.flat.pullback(moved, len(leaves)), *leaves, *given)[1:]
+        by_leaf = dict(zip(moved, found, strict=True))
+        return (None, *(by_leaf.get(i) for i in range(len(leaves))))
 
 
 def _has_gradient(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _is_inexact(array: Any) -> bool:
+    return bool(jnp.issubdtype(jnp.asarray(array).dtype, jnp.inexact))

@@ -10,14 +10,16 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from shardlib._dtypes import name_of
 from shardlib._plan import LossScale, Phase, Plan, RulesLike, Transform
-from shardlib.errors import InputError, nearest
+from shardlib.errors import InputError, PlanError, nearest
 from shardlib.jax import rules
+from shardlib.jax._context import constrained
 
 if TYPE_CHECKING:
     from shardlib.jax._compile import Compiled
 
-__all__ = ["OfModel", "OfRules", "Phases"]
+__all__ = ["OfModel", "OfRules", "Phases", "copied"]
 
 
 class Phases(Protocol):
@@ -67,7 +69,7 @@ class OfModel:
         return self.fn.shardings(buffers)
 
     def placed(self, params: Any) -> Any:
-        return _copied(params, self.shardings(params, "stored"))
+        return copied(params, self.shardings(params, "stored"))
 
     def values(self, params: Any) -> Any:
         return params
@@ -110,8 +112,7 @@ class OfRules:
         return jax.tree.map(lambda _: NamedSharding(self.mesh, PartitionSpec()), buffers)
 
     def placed(self, params: Any) -> Any:
-        placed = rules.shard_params(params, self.mesh, self._plan(params))
-        return _copied(placed, jax.tree.map(lambda array: array.sharding, placed))
+        return copied(rules.shard_params(params, self.mesh, self._plan(params)), self.shardings(params, "stored"))
 
     def values(self, params: Any) -> Any:
         return rules.cast(params, self.mesh, self._plan(params))
@@ -123,9 +124,31 @@ class OfRules:
         leaves, structure = jax.tree.flatten(params)
         key = structure, tuple((tuple(jnp.shape(leaf)), str(getattr(leaf, "dtype", ""))) for leaf in leaves)
         if key not in self._plans:
-            self._plans[key] = rules.plan(params, self.mesh, self.rules, transforms=self.transforms)
+            made = rules.plan(params, self.mesh, self.rules, transforms=self.transforms)
+            _refuse_narrower(made)
+            self._plans[key] = made
         return self._plans[key]
 
 
-def _copied(tree: Any, shardings: Any) -> Any:
-    return jax.tree.map(lambda leaf, sharding: jax.device_put(leaf, sharding, may_alias=False), tree, shardings)
+def _refuse_narrower(plan: Plan) -> None:
+    """Refuse a plan that stores parameters in fewer bits without a master copy: a tree keeps its dtypes."""
+    for row in plan.rows:
+        if row.requires_grad and not row.has_master and (kept := row.stored.dtype) not in (None, row.dtype):
+            low = name_of(kept)
+            raise PlanError(
+                f'The plan stores "{row.name}" as {low} without a master copy, by {", ".join(plan.transforms)}; a tree '
+                f"keeps the dtypes that it has. Leave the transform out, and give a tree in {low}: "
+                f"jax.tree.map(lambda a: a.astype(jnp.{low}), params)."
+            )
+
+
+def copied(tree: Any, shardings: Any) -> Any:
+    """Put a tree of arrays there, in memory of its own, which may be donated."""
+
+    def copy(leaf: Any, sharding: NamedSharding) -> Any:
+        if isinstance(leaf, jax.core.Tracer):
+            return constrained(leaf, sharding)
+        # Twice: the first call may alias the shard of a device that has the array already, whatever it is told.
+        return jax.device_put(jax.device_put(leaf, sharding), sharding, may_alias=False)
+
+    return jax.tree.map(copy, tree, shardings)

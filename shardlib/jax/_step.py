@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -22,7 +23,7 @@ from shardlib._plan import LossScale, RulesLike, Transform
 from shardlib.errors import InputError, check_flags
 from shardlib.jax._context import constrained, is_explicit, refuse_explicit
 from shardlib.jax._mesh import shape_of
-from shardlib.jax._phases import OfModel, OfRules, Phases
+from shardlib.jax._phases import OfModel, OfRules, Phases, copied
 from shardlib.rules.trees import name_of_path
 
 if TYPE_CHECKING:
@@ -84,7 +85,8 @@ def train_step(
         has_aux: `loss_fn` returns `(loss, aux)`, as for `jax.grad`. With microbatches, each array in `metrics["aux"]`
             has a first dim for them.
         has_count: in place of the mean, `loss_fn` returns `(sum, count)`, such as the number of tokens that are not
-            masked. The step divides by the count of the whole batch.
+            masked. The step divides by the count of the whole batch, or by 1 if that is 0; no gradient flows through
+            the count.
         has_buffers: `loss_fn(params, buffers, batch)` returns `(loss, buffers)`, or `(loss, (buffers, aux))`, as
             BatchNorm needs it; `step.init(params, buffers)` takes the first ones.
         accumulate: the number of microbatches, which run one after the other. Microbatch i of n has the rows i, i + n,
@@ -207,21 +209,23 @@ class TrainStep:
         self._shape, self._explicit = MeshShape.of(phases.mesh), is_explicit(phases.mesh)
 
     def init(self, params: Any, buffers: Any = None) -> TrainState:
-        """Return the first state, sharded: copies of the parameters, and the optimizer's state.
+        """Return the first state, sharded: copies of the parameters and buffers, and the optimizer's state.
 
         Args:
             params: a tree of arrays or tensors, whole or sharded; for a compiled model the dict that `compile_model`
                 returned.
-            buffers: a tree of arrays, for `has_buffers`.
+            buffers: a tree of arrays, for `has_buffers`; those beside rules are replicated.
         """
         self._check_context()
+        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves((params, buffers))):
+            raise InputError("step.init was given shapes, and copies values. Give arrays, or call step.abstract.")
         shardings = self._shardings(params, buffers)
         placed = self._phases.placed(params)
         with self._context():
             init = self._optimizer.init
             init = self._auto(init, shardings.opt_state) if self._explicit else init
             opt_state = jax.jit(init, out_shardings=shardings.opt_state)(placed)
-        kept = jax.tree.map(lambda leaf, s: jax.device_put(leaf, s, may_alias=False), buffers, shardings.buffers)
+        kept = copied(buffers, shardings.buffers)
         return jax.device_put(TrainState(_ZERO, placed, opt_state, kept, self._first_scale(params)), shardings)
 
     def abstract(self, params: Any, buffers: Any = None) -> TrainState:
@@ -249,22 +253,26 @@ class TrainStep:
             rng: a key of JAX, another one at each step; each microbatch gets its own one from it.
         """
         program = self._program(state)
-        try:
-            with self._context():
-                return program(state, batch, rng)
-        except (RuntimeError, ValueError) as error:
-            if any(getattr(leaf, "is_deleted", bool)() for leaf in jax.tree.leaves(state)):
-                raise InputError(
-                    "The step was called with a state that an earlier call has used up: go on with the state that it "
-                    "returned, or pass donate=False to train_step."
-                ) from error
-            raise
+        concrete = [leaf for leaf in jax.tree.leaves(state) if not isinstance(leaf, jax.core.Tracer)]
+        # Before the call: XLA may end the process when it is given memory that was handed on.
+        if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in concrete):
+            raise InputError(
+                "The step was called with a state that an earlier call has used up: go on with the state that it "
+                "returned, or pass donate=False to train_step."
+            )
+        if any(_is_elsewhere(leaf, self._phases.mesh) for leaf in concrete):  # such as numpy's, read from a file
+            state = copied(state, self._shardings(state.params, state.buffers))
+        with self._context():
+            return program(state, batch, **_key(rng))
 
     def lower(self, state: TrainState, batch: Any, *, rng: Any = None) -> Any:
-        """Lower the step for arrays or shapes, as `jax.jit(...).lower` does; `.compile()` then compiles it."""
+        """Lower the step for arrays or shapes, as `jax.jit(...).lower` does; `.compile()` then compiles it.
+
+        The program is called as the step is: `program(state, batch)`, with `rng=` if it was lowered with a key.
+        """
         program = self._program(state)
         with self._context():
-            return program.lower(state, batch, rng)
+            return program.lower(state, batch, **_key(rng))
 
     def _program(self, state: Any) -> Any:
         """Return the jitted step for states of this structure.
@@ -306,7 +314,7 @@ class TrainStep:
         specs = jax.tree.map(lambda s: PartitionSpec() if s is None else s.spec, shardings, is_leaf=lambda s: s is None)
         return jax.sharding.auto_axes(fn, out_sharding=specs)  # type: ignore[no-any-return]
 
-    def _typed_update(self, shardings: Any, state: TrainState, batch: Any, rng: Any) -> Any:
+    def _typed_update(self, shardings: Any, state: TrainState, batch: Any, rng: Any = None) -> Any:
         update = functools.partial(self._update, types=jax.tree.map(self._type_of, batch))
         return self._auto(update, shardings)(state, batch, rng)
 
@@ -358,7 +366,7 @@ class TrainStep:
     # --- a step -----------------------------------------------------------------------------------------------------
 
     def _update(
-        self, state: TrainState, batch: Any, rng: Any, *, types: Any = None
+        self, state: TrainState, batch: Any, rng: Any = None, *, types: Any = None
     ) -> tuple[TrainState, dict[str, Any]]:
         """Make an update. `types` has the axes of the batch's arrays, where the loss is of Explicit types."""
         import optax
@@ -372,9 +380,7 @@ class TrainStep:
             grads = jax.tree.map(
                 lambda g: jnp.where(norm < self._clip, g, g * (self._clip / norm)).astype(g.dtype), grads
             )
-        # Optimizers that read the loss, such as reduce_on_plateau, are given it; others ignore it.
-        update = optax.with_extra_args_support(self._optimizer).update
-        updates, opt_state = update(grads, state.opt_state, state.params, value=found.loss)
+        updates, opt_state = self._optimized(grads, state, found.loss)
         params = optax.apply_updates(state.params, updates)
         new = TrainState(state.step + 1, params, opt_state, found.buffers, state.scale)
         if finite is not None:
@@ -383,6 +389,19 @@ class TrainStep:
             metrics |= {"scale": state.scale["scale"], "skipped": ~finite}
         metrics = {name: value for name, value in metrics.items() if value is not None}
         return new, metrics
+
+    def _optimized(self, grads: Any, state: TrainState, loss: Any) -> tuple[Any, Any]:
+        """Return the optimizer's updates and its next state; those that read the loss are given it."""
+        extra = {"value": loss} if _reads(self._optimizer.update, "value") else {}
+        try:
+            return self._optimizer.update(grads, state.opt_state, state.params, **extra)
+        except TypeError as error:
+            if "required keyword-only argument" not in str(error):
+                raise
+            raise InputError(
+                f"The optimizer asks for more than a step has: {error}. It is given gradients, its state, parameters, "
+                "and value=, the loss. Choose one without a line search, or call it in a loop of your own."
+            ) from error
 
     def _gradients(self, state: TrainState, batch: Any, rng: Any, types: Any) -> tuple[_Found, Any]:
         """Return what the loss found in the whole batch, and the gradients of its mean."""
@@ -429,9 +448,8 @@ class TrainStep:
     def _loss(self, types: Any, params: Any, buffers: Any, batch: Any, rng: Any, factor: Any) -> tuple[Any, _Found]:
         def called(params: Any, buffers: Any, batch: Any, rng: Any) -> Any:
             args = (buffers, batch) if self._takes.buffers else (batch,)
-            key = {} if rng is None else {"rng": rng}
             loss_fn = self._loss_fn if types is None else self._typed_loss(types, params, buffers)
-            return loss_fn(self._phases.values(params), *args, **key)
+            return loss_fn(self._phases.values(params), *args, **_key(rng))
 
         if self._remat is not None:
             called = jax.checkpoint(called, policy=self._remat)
@@ -489,6 +507,21 @@ class TrainStep:
 _ZERO = np.zeros((), np.int32)
 
 
+def _is_elsewhere(leaf: Any, mesh: Mesh) -> bool:
+    """Tell whether a leaf of a state is no array on the devices of the mesh."""
+    return not isinstance(leaf, jax.Array) or leaf.sharding.device_set != set(mesh.devices.flat)
+
+
+def _key(rng: Any) -> dict[str, Any]:
+    return {} if rng is None else {"rng": rng}
+
+
+def _reads(function: Callable[..., Any], name: str) -> bool:
+    """Tell whether a function takes a keyword argument of this name."""
+    parameters = inspect.signature(function).parameters
+    return name in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+
+
 def _trainable(dtype: Any) -> bool:
     if hasattr(dtype, "is_floating_point"):  # of torch
         return bool(dtype.is_floating_point or dtype.is_complex)
@@ -524,6 +557,8 @@ def _read(result: Any, takes: _Takes, before: Any) -> _Found:
             _check_kept(before, buffers)
     if takes.count:
         loss, count = _pair(loss, form, result)
+        if isinstance(count, int | float) and not isinstance(count, bool):  # such as x.shape[0]
+            count = jnp.asarray(count)
     scalars: tuple[Any, ...] = (loss, count) if takes.count else (loss,)
     for value in scalars:
         if not hasattr(value, "dtype") or jnp.ndim(value):

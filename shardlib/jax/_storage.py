@@ -184,11 +184,6 @@ def storage_of(row: Row, mesh: Mesh, shape: MeshShape) -> Storage:
 
 
 def _check(row: Row, phase: Phase, layout: Layout) -> None:
-    if layout.memory != "device":
-        raise PlanError(
-            f'"{row.name}" is in host memory in phase {phase}; the JAX engine keeps everything on its devices. Leave '
-            "offload() out."
-        )
     if layout.partials:
         raise PlanError(f'"{row.name}" is a partial sum in phase {phase} ("{layout}"); reduce it first.')
 

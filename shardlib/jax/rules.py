@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import numpy as np
@@ -17,17 +17,18 @@ from shardlib._dtypes import name_of
 from shardlib._mesh_shape import MeshShape
 from shardlib._plan import Phase, Plan, Row, RulesLike, Transform, make_plan
 from shardlib.errors import InputError, MeshError, PlanError
-from shardlib.jax._context import constrained
+from shardlib.jax._context import redistributed
 from shardlib.jax._mesh import named_sharding
-from shardlib.jax._narrow import fitting, refuse_narrowed
+from shardlib.jax._narrow import refuse_narrowed
 from shardlib.layout import Layout
 from shardlib.rules.specs import check_even
 from shardlib.rules.trees import Tree
 
-__all__ = ["cast", "plan", "refuse_settings", "shard_params", "shardings"]
+__all__ = ["PHASES", "cast", "plan", "refuse_settings", "shard_params", "shardings"]
 
 # How the torch engine sends what XLA sends by itself, and the scale of the loss, which train_step carries out.
 _SERVED = ("bucket_mb", "unbucketed_mb", "overlap", "scaler")
+PHASES: tuple[Phase, ...] = get_args(Phase)
 
 
 def plan(tree: Any, mesh: Any, rules: RulesLike, *, transforms: Transform | Sequence[Transform] = ()) -> Plan:
@@ -53,6 +54,11 @@ def plan(tree: Any, mesh: Any, rules: RulesLike, *, transforms: Transform | Sequ
     >>> str(p["up.kernel"].stored), p.memory().parameters
     ('in out@tp', 64)
     """
+    if rules is None:
+        raise PlanError(
+            "A tree of arrays was given with rules=None, and rules are guessed for modules of torch only. Give "
+            'shardlib.Rules, a mapping such as {"up": "colwise"}, or Rules({}, unmatched="replicate").'
+        )
     made = make_plan(Tree.of(tree).root, MeshShape.of(mesh), rules, transforms=transforms)
     refuse_settings(made)
     return made.map_rows(lambda row: _evenly(row, made.mesh))
@@ -88,6 +94,13 @@ def shardings(
     >>> shardings(tree, make_mesh("dp=1,tp=1"), {"up": "colwise"})["up"]["kernel"].spec
     P(None, 'tp')
     """
+    if phase not in PHASES:
+        raise InputError(f"shardings(phase={phase!r}) was given; give one of {', '.join(PHASES)}.")
+    if isinstance(rules, Plan) and transforms:
+        raise InputError(
+            "shardings was given a plan, and transforms beside it, which would change nothing. Apply them to the plan: "
+            "plan(tree, mesh, rules, transforms=...)."
+        )
     made = rules if isinstance(rules, Plan) else plan(tree, mesh, rules, transforms=transforms)
     _check_mesh(made, mesh)
     replicated = NamedSharding(mesh, PartitionSpec())
@@ -98,7 +111,11 @@ def cast(tree: Any, mesh: Mesh, rules: Plan) -> Any:
     """Return the parameters as a model computes with them: in the dtype and with the layout of the compute phase.
 
     Call it inside of `jax.jit`, on what a loss function gets: with `precision("bf16")` it rounds the master copy, and
-    with `fsdp()` or `zero(3)` it all-gathers the weights. Gradients come back in the dtype and layout of the tree.
+    with `fsdp()` or `zero(3)` it all-gathers the weights. Gradients come back in the dtype of the tree, and in the
+    layout that the plan has for them: with `fsdp()` and `zero(3)` in that of the tree.
+
+    Raises:
+        InputError: rules in place of a plan; a plan of another tree or mesh.
 
     >>> import shardlib as sl
     >>> from shardlib.jax import make_mesh
@@ -107,11 +124,19 @@ def cast(tree: Any, mesh: Mesh, rules: Plan) -> Any:
     >>> cast(tree, mesh, half)["w"].dtype.name
     'bfloat16'
     """
+    if not isinstance(rules, Plan):
+        raise InputError(
+            f"cast was given {type(rules).__name__}; give a plan, as shardlib.jax.plan(tree, mesh, rules, "
+            "transforms=...) makes it."
+        )
     _check_mesh(rules, mesh)
+    _check_names(tree, rules)
 
     def computed(leaf: Any, row: Row) -> Any:
         dtype = leaf.dtype if row.compute.dtype is None else name_of(row.compute.dtype)
-        return constrained(leaf.astype(dtype), _sharding(row, rules.mesh, mesh, "compute"))
+        there = _sharding(row, rules.mesh, mesh, "compute")
+        back = _sharding(row, rules.mesh, mesh, "grad") if row.grad is not None else there
+        return redistributed(leaf.astype(dtype), there, back)
 
     return _mapped(tree, rules, computed, lambda leaf: leaf)
 
@@ -131,7 +156,8 @@ def shard_params(params: Any, mesh: Mesh, rules: RulesLike | Plan) -> Any:
     Raises:
         RuleError, LayoutError: the rules do not say one clear thing about these names; a factor of a fused dim is
             sharded, which no array of this shape can be.
-        InputError: a dim that its axes do not divide; a leaf that is not an array, or that JAX would narrow.
+        InputError: a dim that its axes do not divide; a leaf that is not an array, or that JAX would narrow; a plan of
+            another tree or mesh.
 
     >>> from shardlib.jax import make_mesh
     >>> tree = {"dense": {"kernel": jax.numpy.ones((4, 8)), "bias": jax.numpy.ones(8)}}
@@ -139,6 +165,8 @@ def shard_params(params: Any, mesh: Mesh, rules: RulesLike | Plan) -> Any:
     >>> laid["dense"]["kernel"].sharding.spec
     P(None, 'tp')
     """
+    if isinstance(rules, Plan):
+        _check_names(params, rules)
     read, wanted = Tree.of(params), jax.tree.leaves(shardings(params, mesh, rules))
     return read.map([_placed(*each) for each in zip(read.names, read.leaves, wanted, strict=True)])
 
@@ -149,6 +177,18 @@ def refuse_settings(plan: Plan, *, served: Sequence[str] = ()) -> None:
         raise PlanError(
             f'Mesh "{plan.mesh}" has a pipeline axis; the JAX engine runs all modules on all devices. Leave it out.'
         )
+    for row in plan.rows:
+        for phase, layout in row.layouts.items():
+            if layout.memory != "device":
+                raise PlanError(
+                    f'"{row.name}" is in host memory in phase {phase}; the JAX engine keeps everything on its devices. '
+                    "Leave offload() out."
+                )
+        if row.has_master and row.grad is not None and name_of(row.grad.dtype or row.dtype) != "float32":
+            raise PlanError(
+                f'The plan has gradients of "{row.name}" in {name_of(row.grad.dtype)}, by '
+                f"{', '.join(plan.transforms)}; on JAX they have the dtype of the master copy. Leave grads= out."
+            )
     asked = {name: value for name, value in plan.step.settings().items() if name not in (*_SERVED, *served)}
     if asked:
         named = ", ".join(f"{name}={value!r}" for name, value in asked.items())
@@ -168,8 +208,20 @@ def _check_mesh(made: Plan, mesh: Mesh) -> None:
     if made.mesh != (shape := MeshShape.of(mesh)):
         raise InputError(
             f'The plan was made for mesh "{made.mesh}", and the mesh is "{shape}". Make the plan for this mesh: '
-            "shardlib.jax.rules.plan(tree, mesh, rules)."
+            "shardlib.jax.plan(tree, mesh, rules)."
         )
+
+
+def _check_names(tree: Any, made: Plan) -> None:
+    """Refuse parameters that a plan does not have: they would be replicated, or computed with, as they are."""
+    read, rows = Tree.of(tree), {row.name: row for row in made.rows}
+    for name, leaf in zip(read.names, read.leaves, strict=True):
+        kind = "" if name is None else name_of(leaf.dtype)
+        if name is not None and ("float" in kind or "complex" in kind) and not _row_of(name, tuple(leaf.shape), rows):
+            raise InputError(
+                f'The plan has no "{name}" of shape {tuple(leaf.shape)}: it was made of another tree, with '
+                f"{', '.join(list(rows)[:3])}. Make it of this one: shardlib.jax.plan(tree, mesh, rules)."
+            )
 
 
 def _mapped(tree: Any, made: Plan, change: Callable[[Any, Row], Any], otherwise: Callable[[Any], Any]) -> Any:
@@ -227,4 +279,6 @@ def _placed(name: str | None, leaf: Any, sharding: NamedSharding) -> Any:
         from shardlib.jax._bits import to_numpy
 
         leaf = to_numpy(leaf)
-    return jax.device_put(fitting(leaf, f'"{name}"') if isinstance(leaf, np.ndarray) else leaf, sharding)
+    if isinstance(leaf, np.ndarray | np.generic):
+        leaf = fitting(leaf, f'"{name}"')
+    return jax.device_put(leaf, sharding)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 
 from shardlib._mesh_shape import MeshShape
@@ -111,6 +112,8 @@ def _nearest(key: str, index: ModelIndex) -> str:
     base, side = (str(border[0]), f".{border[1]}") if border else (key, "")
     length = base.count(".") + 1
     names = Matcher(index).readable_names()
+    if any(f".{name}".endswith(f".{key.removeprefix('^')}") for name in names):
+        return f' The name has characters that a pattern reads otherwise; write "tensor re:.*{re.escape(key)}".'
     return nearest(base.removeprefix("^") + side, {".".join(name.split(".")[-length:]) + side for name in names})
 
 

@@ -94,6 +94,11 @@ def read_value(key: str, given: Any) -> Value:
             return given
     if _is_placement(given):
         return Placed(((None, _placement(key, given)),))
+    if type(given).__name__ in ("PartitionSpec", "P", "NamedSharding"):
+        raise RuleError(
+            f'Rule "{key}": {given!r} is JAX\'s way to write a layout. Convert all of them by '
+            'Rules.from_partition_specs({pattern: spec}), or write it as text: P(None, "tp") is "in out@tp".'
+        )
     raise RuleError(f'Rule "{key}": {given!r} is a {type(given).__name__}, which is not a layout. {_WRITE}.')
 
 

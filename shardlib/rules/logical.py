@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardlib.errors import LayoutError, RuleError
 from shardlib.layout import Dim, Layout
+from shardlib.rules.patterns import exactly
 
 if TYPE_CHECKING:
     from shardlib._mesh_shape import MeshShape
@@ -58,7 +59,7 @@ def read_logical_axes(
     {'rules': {'^wi': 'embed@fsdp mlp@tp'}}
     """
     pairs = [_pair(rule) for rule in _list_of(rules)]
-    return {"rules": {f"^{name}": _text(name, leaf, pairs, kept) for name, leaf in _leaves(logical)}}
+    return {"rules": {exactly(name): _text(name, leaf, pairs, kept) for name, leaf in _leaves(logical)}}
 
 
 def _list_of(rules: Any) -> Sequence[Any]:

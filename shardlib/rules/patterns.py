@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from shardlib.errors import RuleError
 
-__all__ = ["TENSOR_REGEX", "NameIndex", "Pattern", "compile_pattern"]
+__all__ = ["TENSOR_REGEX", "NameIndex", "Pattern", "compile_pattern", "exactly"]
 
 _GLOB = re.compile(r"[*?\[]")
 TENSOR_REGEX = "tensor re:"
@@ -165,3 +165,8 @@ def _compiled(text: str, source: str) -> re.Pattern[str]:
         return re.compile(source, re.DOTALL)
     except re.error as fault:
         raise RuleError(f'Pattern "{text}" is not a valid regular expression: {fault}. Correct it: {_FORMS}.') from None
+
+
+def exactly(name: str) -> str:
+    """Return a pattern that only this name matches, whatever characters it has."""
+    return f"{TENSOR_REGEX}{re.escape(name)}" if _GLOB.search(name) else f"^{name}"

@@ -14,6 +14,7 @@ from shardlib._mesh_shape import AxisKind, MeshShape, kind_of, listed, register_
 from shardlib.errors import InputError, LayoutError, RuleError
 from shardlib.layout import Layout
 from shardlib.rules._resolution import Resolution
+from shardlib.rules.patterns import exactly
 from shardlib.rules.trees import Tree, named_leaves
 
 __all__ = [
@@ -177,7 +178,7 @@ def read_partition_specs(specs: Any, kinds: Mapping[str, AxisKind] | None) -> di
     leaves = [(_name(key), leaf) for key, leaf in specs.items()] if flat else named_leaves(specs, _is_spec)
     found = {}
     for name, leaf in leaves:
-        key = name if flat else _exactly(name)
+        key = name if flat else exactly(name)
         if key in found:
             raise RuleError(f'Two keys of the specs make the name "{name}"; rename keys that hold dots or slashes.')
         found[key] = _entries(name, leaf)
@@ -189,10 +190,6 @@ def _name(key: Any) -> str:
     if isinstance(key, str):
         return key if key.startswith(("re:", "tensor re:")) else key.replace("/~/", "/").replace("/", ".")
     raise RuleError(f"A key of the specs was given as {key!r}; give the name of a parameter, or a pattern.")
-
-
-def _exactly(name: str) -> str:
-    return f"tensor re:{re.escape(name)}" if re.search(r"[*?\[]", name) else f"^{name}"
 
 
 def _is_spec(leaf: Any) -> bool:

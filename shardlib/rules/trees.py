@@ -123,6 +123,11 @@ def _tensor(name: str, leaf: Any, box: Any) -> TreeTensor | None:
         )
     if "key<" in str(leaf.dtype):  # of JAX's random generators
         return None
+    if getattr(leaf.dtype, "kind", "") in ("O", "S", "U") or getattr(leaf.dtype, "names", None):
+        raise InputError(
+            f'A tree was given with an array of {leaf.dtype} at "{name}"; its leaves must be arrays of numbers. Leave '
+            "it out."
+        )
     dtype = name_of(leaf.dtype)
     if dtype not in NAMES:
         return None

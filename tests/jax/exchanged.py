@@ -167,13 +167,25 @@ def sharing() -> dict[str, bool]:
 
 def refused() -> dict[str, str]:
     """What is raised, with jax_enable_x64 off."""
+    import jax
+    import jax.numpy as jnp
+
     import shardlib.jax as sj
 
-    mesh = sj.make_mesh("dp=2,tp=4")
+    mesh, gone = sj.make_mesh("dp=2,tp=4"), jnp.zeros(3)
+    gone.delete()
     return {
         "uneven": raised(lambda: sj.to_jax(torch.zeros(5, 3), mesh, "rows@tp columns")),
         "fused": raised(lambda: sj.to_jax(torch.zeros(24, 3), mesh, "(3 heads@tp) columns")),
         "narrowed": raised(lambda: sj.to_jax(torch.zeros(3, dtype=torch.float64))),
         "unaligned": raised(lambda: sj.to_jax(torch.zeros(65)[1:], copy=False)),
+        "no mesh": raised(lambda: sj.to_jax(torch.zeros(8), layout="rows@tp")),
+        "sparse": raised(lambda: sj.to_jax(torch.eye(3).to_sparse())),
+        "meta": raised(lambda: sj.to_jax(torch.zeros(3, device="meta"))),
+        "larger": raised(lambda: sj.to_torch(jnp.zeros((4, 4)), global_shape=(5, 4))),
+        "fewer dims": raised(lambda: sj.to_torch(jnp.zeros((4, 4)), global_shape=(4,))),
+        "key": raised(lambda: sj.to_torch(jax.random.key(0))),
+        "four bits": raised(lambda: sj.to_torch(jnp.zeros(3, "int4"))),
+        "handed on": raised(lambda: sj.to_torch(gone)),
         "pieces": raised(lambda: sj.to_torch(sj.to_jax(torch.zeros(8), mesh, "rows@tp"), copy=False)),
     }

@@ -244,7 +244,7 @@ def _a_step_is_scanned_and_lowered_as_any_function() -> None:
     program = step.lower(state, batches[0]).compile()
     losses = []
     for batch in batches:
-        state, metrics = program(state, batch, None)
+        state, metrics = program(state, batch)
         losses.append(metrics["loss"])
     assert first.params["kernel"].is_deleted() and not params["kernel"].is_deleted()
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *batches)
@@ -311,6 +311,47 @@ def _buffers_are_those_of_the_whole_batch() -> None:
     for name, value in fn.to_torch({**state.params, **state.buffers}).items():
         _close(value, wanted[name].detach())
     assert metrics["aux"] == 8
+
+
+@_check
+def _what_is_given_keeps_its_memory() -> None:
+    def loss_fn(params: Any, buffers: Any, batch: Any) -> Any:
+        return _square(params, batch), {"n": buffers["n"] + 1}
+
+    for mesh in (sj.make_mesh("dp=2,tp=4"), sj.make_mesh("dp=1,tp=1", devices=jax.devices()[:1])):
+        step = sj.train_step(loss_fn, optax.sgd(0.1), _KERNEL, mesh, has_buffers=True)
+        params, buffers = {"kernel": _normal(0, 4, 4)}, {"n": jnp.zeros(64)}
+        state, _ = step(step.init(params, buffers), _batch())
+        assert not params["kernel"].is_deleted() and not buffers["n"].is_deleted()
+        assert float(buffers["n"].sum()) == 0 and float(state.buffers["n"].sum()) == 64
+
+
+@_check
+def _a_state_may_come_from_a_file_or_from_within_a_program() -> None:
+    mesh = sj.make_mesh("dp=2,tp=4")
+    step = sj.train_step(_square, optax.adam(0.1), _KERNEL, mesh, transforms=[sl.zero(1)])
+    params = {"kernel": _normal(0, 4, 4)}
+    wanted, _ = step(step.init(params), _batch())
+    planned = jax.tree.map(lambda shape: shape.sharding, step.abstract(params))
+    read = jax.device_get(step.init(params))
+    before = jax.tree.map(np.copy, read)
+    for state in (read, jax.tree.map(jnp.asarray, read), jax.jit(step.init)(params)):
+        found, _ = step(state, _batch())
+        jax.tree.map(_close, found, wanted)
+        assert jax.tree.map(lambda array: array.sharding, found) == planned
+    jax.tree.map(_close, read, before)
+    assert jax.tree.map(lambda array: array.sharding, jax.jit(step.init)(params)) == planned
+    assert jax.eval_shape(step.init, params).params["kernel"].shape == (4, 4)
+
+
+@_check
+def _an_optimizer_without_extra_arguments_and_a_count_of_rows() -> None:
+    def loss_fn(params: Any, batch: Any) -> Any:
+        return jnp.square(batch["x"] @ params["kernel"] - batch["y"]).mean(-1).sum(), batch["x"].shape[0]
+
+    optimizer = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.05))
+    step = sj.train_step(loss_fn, optimizer, _KERNEL, sj.make_mesh("dp=2,tp=4"), has_count=True, accumulate=2)
+    _same(step, {"kernel": _normal(0, 4, 4)}, [_batch()] * 2, _square, optimizer)
 
 
 @_check
@@ -483,6 +524,8 @@ def refused() -> dict[str, str]:
         "key": lambda: called(_square, {**_batch(), "key": jax.random.key(0)}, accumulate=2),
         "buffers": lambda: made(has_buffers=True).init(params),
         "changed buffers": lambda: _with_buffers(made),
+        "shapes": lambda: made().init(jax.eval_shape(lambda: params)),
+        "line search": lambda: (lambda step: step(step.init(params), _batch()))(made(optimizer=optax.lbfgs())),
     }
     return {name: raised(call) for name, call in calls.items()}
 

@@ -50,6 +50,14 @@ WORDS = {
     "fused": ("LayoutError", "fused"),
     "narrowed": ("InputError", "torch.float64", "float32", "jax_enable_x64"),
     "unaligned": ("InputError", "copy=False", "64 bytes"),
+    "no mesh": ("InputError", 'layout="rows@tp" and no mesh', "make_mesh"),
+    "sparse": ("InputError", "torch.sparse_coo", "to_dense()"),
+    "meta": ("InputError", "on meta", "has values"),
+    "larger": ("InputError", "global_shape=(5, 4)", "shape (4, 4)"),
+    "fewer dims": ("InputError", "global_shape=(4,)", "as many dims"),
+    "key": ("InputError", "torch has no dtype for JAX's key<fry>"),
+    "four bits": ("InputError", "torch has no dtype for JAX's int4"),
+    "handed on": ("InputError", "memory was handed on"),
     "pieces": ("InputError", "copy=False", "8 shards"),
 }
 

@@ -48,6 +48,34 @@ def _gradients_are_right() -> None:
         optimizer.step()
 
 
+def _gradients_have_gradients() -> None:
+    """By finite differences, for real and complex numbers; a penalty on a gradient counts, and writes are noticed."""
+    import jax.numpy as jnp
+
+    import shardlib.jax as sj
+
+    torch.manual_seed(0)
+    module = sj.JaxModule(lambda p, x, n: {"z": jnp.tanh(x @ p["k"]) * n, "at": (n, None)}, {"k": torch.randn(3, 2)})
+    module, x = module.double(), torch.randn(4, 3).double().requires_grad_()
+    assert torch.autograd.gradgradcheck(lambda x: module(x, 2)["z"], (x,))
+    assert module(x, 2)["at"] == (torch.tensor(2), None)
+    turned = sj.JaxModule(lambda p, z: jnp.sin(z) * z.conj() * p["w"], {"w": torch.tensor([1 + 1j, 2])})
+    z = torch.randn(2, dtype=torch.complex128, requires_grad=True)
+    assert torch.autograd.gradcheck(turned, (z,)) and torch.autograd.gradgradcheck(turned, (z,))
+
+    cubed, x = sj.JaxModule(lambda p, x: x**3 * p["k"], {"k": torch.ones(3)}), torch.full((3,), 2.0).requires_grad_()
+    value = cubed(x).sum()
+    (slope,) = torch.autograd.grad(value, x, create_graph=True)
+    (value + slope.square().sum()).backward()
+    assert x.grad is not None and x.grad.tolist() == [12.0 + 2 * 12 * 12] * 3
+
+    value = cubed(x).sum()
+    with torch.no_grad():
+        cubed.get_parameter("k").mul_(5)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        value.backward()
+
+
 def test_torch_trains_a_function_of_jax():
     on_devices.run(_gradients_are_right)
 
@@ -147,6 +175,10 @@ def _around() -> Any:
 
     torch.manual_seed(0)
     return Model().double()
+
+
+def test_gradients_of_a_function_of_jax_have_gradients():
+    on_devices.run(_gradients_have_gradients)
 
 
 def test_jax_that_is_missing_or_too_old_is_named(monkeypatch: pytest.MonkeyPatch):

@@ -37,6 +37,8 @@ WORDS = {
     "key": ("InputError", 'in the batch, at "key"', "rng=key"),
     "buffers": ("InputError", "has_buffers=True and buffers belong together", "step.init(params, buffers)"),
     "changed buffers": ("InputError", "was given the buffers {'n': ((), 'int32')} and returned {'n': ((), 'float"),
+    "shapes": ("InputError", "given shapes", "step.abstract"),
+    "line search": ("InputError", "'grad' and 'value_fn'", "a loop of your own"),
 }
 
 

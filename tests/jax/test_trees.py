@@ -50,3 +50,107 @@ def test_logical_axes_lay_out_a_tree_as_flax_does():
         "bias": "P(('dp', 'tp'),)",
         "square": "P(('dp', 'tp'), None)",
     }
+
+
+REFUSED = {
+    "phase": "InputError: shardings(phase='states') was given; give one of stored, compute, grad, state.",
+    "transforms beside a plan": "InputError: shardings was given a plan, and transforms beside it",
+    "plan of another tree": 'InputError: The plan has no "v" of shape (8, 8): it was made of another tree',
+    "plan of another shape": 'InputError: The plan has no "w" of shape (8, 4)',
+    "cast by rules": "InputError: cast was given dict; give a plan",
+    "cast of another tree": 'InputError: The plan has no "v"',
+    "offload": 'PlanError: "w" is in host memory in phase state',
+    "no master": 'PlanError: The plan stores "w" as bfloat16 without a master copy',
+    "gradients": 'PlanError: The plan has gradients of "w" in bfloat16',
+    "no rules": "PlanError: A tree of arrays was given with rules=None",
+    "texts": 'InputError: A tree was given with an array of <U1 at "name"',
+    "spec": "RuleError: Rule \"w\": P(None, 'tp') is JAX's way to write a layout. Convert all of them by Rules.fr",
+    "bracket": 'The name has characters that a pattern reads otherwise; write "tensor re:.*w\\[0\\]".',
+    "wrapped": 'InputError: "w" holds int64 numbers that int32 cannot hold, and jax_enable_x64 is off',
+    "wrapped argument": "InputError: An argument holds int64 numbers that int32 cannot hold",
+    "no module": "InputError: compile_model was given function; give a module of torch",
+    "no parameters": "InputError: A compiled model was given ArrayImpl as its parameters or buffers",
+    "tensors": "InputError: A compiled model was given dict as its parameters or buffers",
+    "phase of a model": "InputError: shardings(phase='states') was given",
+}
+
+
+def _refused() -> dict[str, str]:
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+    from torch import nn
+
+    import shardlib as sl
+    import shardlib.jax as sj
+
+    mesh, tree, other, rules = sj.make_mesh("dp=2,tp=4"), {"w": jnp.ones((8, 8))}, {"v": jnp.ones((8, 8))}, {"w": None}
+    plan, big = sj.plan(tree, mesh, rules), np.array([2**33])
+    fn, params = sj.compile_model(nn.Embedding(4, 4), mesh, {"*": None})
+
+    def step(transform: Any) -> Any:
+        step = sj.train_step(lambda p, _: p["w"].sum(), optax.sgd(0.1), rules, mesh, transforms=[transform])
+        return step.init(tree)
+
+    calls = {
+        "phase": lambda: sj.shardings(tree, mesh, rules, phase="states"),  # type: ignore[arg-type]
+        "transforms beside a plan": lambda: sj.shardings(tree, mesh, plan, transforms=sl.zero(3)),
+        "plan of another tree": lambda: sj.shard_params(other, mesh, plan),
+        "plan of another shape": lambda: sj.shard_params({"w": jnp.ones((8, 4))}, mesh, plan),
+        "cast by rules": lambda: sj.cast(tree, mesh, rules),  # type: ignore[arg-type]
+        "cast of another tree": lambda: sj.cast(other, mesh, plan),
+        "offload": lambda: step(sl.offload("state")),
+        "no master": lambda: step(sl.precision("bf16", master=False)),
+        "gradients": lambda: step(sl.precision("bf16", grads="bfloat16")),
+        "no rules": lambda: sj.plan(tree, mesh, None),  # type: ignore[arg-type]
+        "texts": lambda: sj.plan({**tree, "name": np.array(["a"])}, mesh, rules),
+        "spec": lambda: sj.plan(tree, mesh, {"w": jax.P(None, "tp")}),
+        "bracket": lambda: sj.plan({"w[0]": jnp.ones(8)}, mesh, {"w[0]": "rows@tp"}),
+        "wrapped": lambda: sj.shard_params({"w": big}, mesh, rules),
+        "wrapped argument": lambda: fn(params, big),
+        "no module": lambda: sj.compile_model(lambda x: x, mesh, {}),  # type: ignore[arg-type]
+        "no parameters": lambda: fn(jnp.ones(3), jnp.ones(2, int)),  # type: ignore[arg-type]
+        "tensors": lambda: fn({"weight": torch.ones(4, 4)}, jnp.ones(2, int)),
+        "phase of a model": lambda: fn.shardings(params, "states"),  # type: ignore[arg-type]
+    }
+    return {name: raised(call) for name, call in calls.items()}
+
+
+def test_what_would_be_ignored_is_refused():
+    found = on_devices.run(_refused, x64=False)
+    assert found.keys() == REFUSED.keys()
+    for name, words in REFUSED.items():
+        assert words in found[name], f"{name}: {found[name]}"
+
+
+def _cast() -> dict[str, Any]:
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    import shardlib as sl
+    import shardlib.jax as sj
+
+    mesh, tree = sj.make_mesh("dp=2,tp=4"), {"w": jnp.ones((8, 8), jnp.float32)}
+    plan = sj.plan(tree, mesh, {"w": "in out@tp"}, transforms=[sl.precision("bf16"), sl.fsdp()])
+    sharded = sj.shard_params(tree, mesh, plan)
+    grads = jax.jit(jax.grad(lambda p: (sj.cast(p, mesh, plan)["w"].astype(jnp.float32) ** 2).sum()))(sharded)
+    logical = sl.Rules.from_logical_axes({"w[0]": ("mlp",)}, [("mlp", "tp")])
+    kept = sj.shard_params({"n": np.array([2**31 - 1, -(2**31)])}, mesh, {"n": None})["n"]
+    return {
+        "tree": str(sharded["w"].sharding.spec),
+        "grads": (str(grads["w"].sharding.spec), str(grads["w"].dtype), float(grads["w"].sum())),
+        "logical": str(logical.to_partition_specs({"w[0]": jnp.ones(8)}, "tp=2")["w[0]"]),
+        "kept": np.asarray(kept).tolist(),
+    }
+
+
+def test_gradients_come_back_in_the_layout_of_the_plan():
+    found = on_devices.run(_cast, x64=False)
+    assert found == {
+        "tree": "P('dp', 'tp')",
+        "grads": ("P('dp', 'tp')", "float32", 128.0),
+        "logical": "P('tp',)",
+        "kept": [2**31 - 1, -(2**31)],
+    }
