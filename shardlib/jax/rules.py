@@ -19,7 +19,7 @@ from shardlib._plan import Phase, Plan, Row, RulesLike, Transform, make_plan
 from shardlib.errors import InputError, MeshError, PlanError
 from shardlib.jax._context import redistributed
 from shardlib.jax._mesh import named_sharding
-from shardlib.jax._narrow import refuse_narrowed
+from shardlib.jax._narrow import fitting, refuse_narrowed
 from shardlib.layout import Layout
 from shardlib.rules.specs import check_even
 from shardlib.rules.trees import Tree
