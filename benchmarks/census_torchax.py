@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from _report import parser, write
+from _torchax import imported
 
 from shardlib.testing import census
 from shardlib.testing.census import Result, _models
@@ -28,27 +29,6 @@ from shardlib.testing.census._run import _run, _said, _upcasting, _weighted_mean
 
 RESULTS = Path(__file__).parent / "results"
 WITHIN = 1e-6
-
-
-def imported() -> Any:
-    """Import torchax 0.0.13, which names overloads of ops by dim names that torch 2.13 no longer has."""
-    from torch._ops import OpOverloadPacket
-
-    found = OpOverloadPacket.__getattr__
-
-    def lenient(packet: Any, name: str) -> Any:
-        try:
-            return found(packet, name)
-        except AttributeError:
-            if "name" not in name.lower():
-                raise
-            return f"{packet}.{name}"
-
-    OpOverloadPacket.__getattr__ = lenient  # type: ignore[method-assign]
-    import torchax
-
-    torchax.enable_accuracy_mode()
-    return torchax
 
 
 def trained(ours: Result) -> tuple[str, str]:
@@ -73,6 +53,7 @@ def compared(ours: Result) -> tuple[float, str]:
     from shardlib.testing.equivalence.train import cast
 
     torchax = imported()
+    torchax.enable_accuracy_mode()
     env = torchax.default_env()
     entry = next(each for each in census.entries(ours.library) if each.name == ours.name)
     entry = dataclasses.replace(entry, share=ours.share, experts="batched_mm")

@@ -8,7 +8,8 @@
 All are jitted and take the same training step (forward, backward, optax's AdamW) from the same parameters, turn about
 in one process: what slows one round slows all. Reported are medians, the median and the middle half of the ratios of
 single rounds, and what XLA counts in each program, which no other process disturbs; then what is paid once: import,
-export, tracing and XLA's compiling. Losses of three steps must agree. flax is left out where it is not installed.
+export, tracing and XLA's compiling. Losses of three steps must agree. flax is left out where it is not installed, and
+so is torchax (`pip install --no-deps torchax`), which runs on one device.
 `train_step` is shardlib's step: around the compiled model, and around the plain one by rules. Compilation at several
 depths is in seconds of processor time.
 """
@@ -139,6 +140,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     variants = {"interpreted": (fn, params), "plain": (lambda p, ids: plain_gpt(p, ids, heads), params)}
     if importlib.util.find_spec("flax") is not None:
         variants["flax"] = flax_gpt(model, mesh, args, heads)
+    if importlib.util.find_spec("torchax") is not None and jax.device_count() == 1:
+        variants["torchax"] = torchax_gpt(model, mesh)
     optimizer = optax.adamw(1e-3)
     programs, losses = {}, {}
     for name, (each, own) in variants.items():
@@ -172,7 +175,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     result["train_step"] = {
         f"{ours} / {name}": compared(rounds[ours], rounds[name])
         for ours in ("train_step", "train_step by rules")
-        for name in ("plain", "flax")
+        for name in ("plain", "flax", "torchax")
         if name in rounds
     }
     result["depths"] = {depth: compilation(args, int(depth)) for depth in args.depths.split(",") if depth}
@@ -237,6 +240,18 @@ def flax_gpt(model: Any, mesh: Any, args: argparse.Namespace, heads: int) -> tup
     module = _flax_gpt.GPT(256, args.context, args.layers, heads, args.width)
     tree = _flax_gpt.params_of(dict(model.named_parameters()), args.layers, heads)
     return lambda p, ids: module.apply({"params": p}, ids), sj.shard_params(tree, mesh, _flax_gpt.RULES)
+
+
+def torchax_gpt(model: Any, mesh: Any) -> tuple[Callable[..., Any], Any]:
+    """The model as torchax runs it, and its parameters."""
+    import jax
+    from _torchax import imported
+
+    states, run = imported().extract_jax(model)
+    names = {name for name, _ in model.named_parameters()}
+    states = jax.device_put(states, jax.NamedSharding(mesh, jax.P()))
+    kept = {name: array for name, array in states.items() if name not in names}
+    return lambda p, ids: run({**kept, **p}, (ids,)), {name: states[name] for name in states if name in names}
 
 
 def three_losses(step: Callable[..., Any], params: Any, state: Any, *batch: Any) -> list[float]:
