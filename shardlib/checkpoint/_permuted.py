@@ -65,6 +65,7 @@ class Permuted:
 def permuted(saved: Saved, key: str, dims: Sequence[int]) -> Saved:
     """Return a tensor that files call `key`, in another order of dims.
 
+    >>> from shardlib.checkpoint._manifest import Piece
     >>> permuted(Saved((2, 3), torch.float32, (Piece(0, Box((0, 1), (2, 2))),)), "w", (1, 0)).pieces[0].box
     Box(offsets=(1, 0), sizes=(2, 2))
     """
