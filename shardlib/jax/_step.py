@@ -260,10 +260,18 @@ class TrainStep:
                 "The step was called with a state that an earlier call has used up: go on with the state that it "
                 "returned, or pass donate=False to train_step."
             )
-        if any(_is_elsewhere(leaf, self._phases.mesh) for leaf in concrete):  # such as numpy's, read from a file
+        if not all(self._is_here(leaf) for leaf in concrete):  # such as numpy's, read from a file
             state = copied(state, self._shardings(state.params, state.buffers))
         with self._context():
             return program(state, batch, **_key(rng))
+
+    @functools.cached_property
+    def _devices(self) -> frozenset[Any]:
+        return frozenset(self._phases.mesh.devices.flat)
+
+    def _is_here(self, leaf: Any) -> bool:
+        """Tell whether a leaf of a state is an array on the devices of the mesh."""
+        return isinstance(leaf, jax.Array) and leaf.sharding.device_set == self._devices
 
     def lower(self, state: TrainState, batch: Any, *, rng: Any = None) -> Any:
         """Lower the step for arrays or shapes, as `jax.jit(...).lower` does; `.compile()` then compiles it.
@@ -505,11 +513,6 @@ class TrainStep:
 
 
 _ZERO = np.zeros((), np.int32)
-
-
-def _is_elsewhere(leaf: Any, mesh: Mesh) -> bool:
-    """Tell whether a leaf of a state is no array on the devices of the mesh."""
-    return not isinstance(leaf, jax.Array) or leaf.sharding.device_set != set(mesh.devices.flat)
 
 
 def _key(rng: Any) -> dict[str, Any]:
