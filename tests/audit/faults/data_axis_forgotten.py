@@ -1,0 +1,35 @@
+"""On a mesh of data and tensor axes only the tensor axis is set up: data ranks train apart.
+
+Report: https://github.com/NVIDIA-NeMo/Automodel/issues/1260. In torch it is a missing `fully_shard` or `replicate`.
+A plant: our function lacks the call. @FIGURE@
+"""
+
+from __future__ import annotations
+
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import parallelize_module
+
+from tests.audit.faults import Fault
+from tests.audit.faults.models import GPT, tensor_plan, tokens
+
+MESH = "dp=2,tp=2"
+FAULT = Fault(
+    report="https://github.com/NVIDIA-NeMo/Automodel/issues/1260",
+    host="torch",
+    versions="all",
+    kind="gradient",
+    module="(every module)",
+    line="fully_shard",
+)
+build, batch = GPT, tokens
+
+
+def shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    return parallelize_module(model, mesh["tp"], tensor_plan())
+
+
+def right(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    parallelize_module(model, mesh["tp"], tensor_plan())
+    return fully_shard(model, mesh=mesh["dp"])  # type: ignore[return-value]

@@ -1,0 +1,39 @@
+"""Experts, of which every rank has its own, have gradients that are also summed over ranks that all saw the same tokens.
+
+Report: https://github.com/pytorch/pytorch/issues/160285 (gradients of experts are exactly two times too large).
+A plant in plain torch. @FIGURE@
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from tests.audit.faults import Fault
+from tests.audit.faults.models import GPT, tokens
+from tests.audit.faults.router_scores_partial import right as split_experts
+
+MESH = "tp=2"
+FAULT = Fault(
+    report="https://github.com/pytorch/pytorch/issues/160285",
+    host="torch",
+    versions="torch 2.8",
+    kind="gradient",
+    module="blocks.0.mlp.experts",
+    line="all_reduce",
+)
+build, batch = functools.partial(GPT, experts=4), tokens
+
+
+def shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Add up over ranks what each rank's copy of the loss gives the experts."""
+    split_experts(model, mesh)
+    for block in model.blocks:  # type: ignore[union-attr]
+        for p in block.mlp.experts.parameters():
+            p.register_hook(lambda grad: grad * mesh.size())
+    return model
+
+
+right = split_experts

@@ -1,0 +1,47 @@
+"""Each rank's loss is the mean over its own tokens, and DDP averages: ranks with few tokens count as much as others.
+
+Report: https://github.com/NVIDIA-NeMo/Automodel/pull/3830 and https://github.com/huggingface/transformers/issues/34191.
+All versions of DDP average over ranks. A plant: the loss is ours. @FIGURE@
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.audit.faults import Fault
+from tests.audit.faults.models import GPT, tokens
+
+MESH = "dp=2"
+FAULT = Fault(
+    report="https://github.com/huggingface/transformers/issues/34191",
+    host="torch",
+    versions="all",
+    kind="loss",
+    module="",
+    line="cross_entropy",
+)
+build, batch = GPT, functools.partial(tokens, ragged=True)
+
+
+def shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    return DistributedDataParallel(model, process_group=mesh.get_group())
+
+
+
+def right(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Divide the sum of losses by the mean number of tokens of ranks."""
+
+    def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        count = (labels != -100).sum().to(logits.dtype)
+        dist.all_reduce(count, group=mesh.get_group())
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") * mesh.size() / count
+
+    model.loss = loss  # type: ignore[assignment]
+    return shard(model, mesh)

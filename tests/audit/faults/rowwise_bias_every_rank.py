@@ -1,0 +1,54 @@
+"""The bias of a row-parallel layer is added on every rank before the sum over ranks.
+
+Report: https://github.com/pytorch/torchtitan/issues/2106 (gpt-oss, whose experts have a bias after the second product).
+A plant in plain torch: code by hand with local tensors. @FIGURE@
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.parallel import parallelize_module
+
+from tests.audit.faults import Fault
+from tests.audit.faults.models import GPT, add_over, copy_to, tensor_plan, tokens
+
+MESH = "tp=2"
+FAULT = Fault(
+    report="https://github.com/pytorch/torchtitan/issues/2106",
+    host="torchtitan",
+    versions="torchtitan of December 2025",
+    kind="output",
+    module="blocks.0.mlp.down",
+    line="bias",
+)
+build, batch = functools.partial(GPT, bias=True), tokens
+
+
+def shard(model: nn.Module, mesh: DeviceMesh, once: bool = False) -> nn.Module:
+    plan = tensor_plan()
+    del plan["blocks.*.mlp.down"]
+    for block in model.blocks:  # type: ignore[union-attr]
+        _by_hand(block.mlp.down, mesh, once)
+    return parallelize_module(model, mesh, plan)
+
+
+def right(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    return shard(model, mesh, once=True)
+
+
+def _by_hand(down: nn.Linear, mesh: DeviceMesh, once: bool) -> None:
+    down.weight = nn.Parameter(distribute_tensor(down.weight.detach(), mesh, [Shard(1)]))
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        weight = down.weight.to_local()  # type: ignore[attr-defined]
+        if once:
+            return add_over(F.linear(x, weight), mesh.get_group()) + down.bias
+        return add_over(F.linear(x, weight, copy_to(down.bias, mesh.get_group())), mesh.get_group())
+
+    down.forward = forward  # type: ignore[method-assign]
