@@ -17,7 +17,7 @@ def environment() -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": os.environ.get("MASTER_PORT", "29500")}
 
 
-def accelerator(*blocks: str, **plugin: Any) -> Any:
+def accelerator(*blocks: str, gradient_accumulation_steps: int = 1, **plugin: Any) -> Any:
     """Return an `Accelerator` for DDP, or for FSDP2 if classes of blocks are named, with options of its plugin."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
     from accelerate.state import AcceleratorState, GradientState
@@ -26,7 +26,7 @@ def accelerator(*blocks: str, **plugin: Any) -> Any:
     environment()
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
-    made = Accelerator(cpu=True)
+    made = Accelerator(cpu=True, gradient_accumulation_steps=gradient_accumulation_steps)
     if blocks:
         made.state.distributed_type = DistributedType.FSDP
         made.state.fsdp_plugin = FullyShardedDataParallelPlugin(

@@ -12,7 +12,7 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tests.audit.faults import Fault
-from tests.audit.faults.pretrained import load, make, text
+from tests.audit.faults.pretrained import from_folder, make, text
 
 MESH = "tp=2"
 FAULT = Fault(
@@ -28,10 +28,10 @@ build, batch = functools.partial(make, "ApertusForCausalLM"), text
 
 
 def shard(folder: str, mesh: DeviceMesh) -> nn.Module:
-    return load("ApertusForCausalLM", folder, tp_size=mesh.size())
+    return from_folder("ApertusForCausalLM", folder, tp_size=mesh.size())
 
 
 def right(folder: str, mesh: DeviceMesh) -> nn.Module:
     """Add the rule that the model's plan lacks."""
     plan = {"model.layers.*.mlp.act_fn": "replicated_with_grad_allreduce"}
-    return load("ApertusForCausalLM", folder, tp_size=mesh.size(), tp_plan=plan)
+    return from_folder("ApertusForCausalLM", folder, tp_size=mesh.size(), tp_plan=plan)

@@ -1,28 +1,27 @@
-"""An adapter is added to a sharded model: each rank draws and trains its own.
+"""Adapters are added after `fully_shard`, which reduces only what it has sharded: each rank trains its own.
 
-Report: https://github.com/huggingface/transformers/issues/48873. Versions: peft 0.21 with transformers 5.23.
-peft's own in this combination. @FIGURE@
+Report: https://github.com/huggingface/transformers/pull/48873 and https://github.com/huggingface/transformers/pull/48792, in
+comments. Ranks would also draw other first values; here they start alike. transformers 5.23 with peft 0.21 have it, whoever
+calls `fully_shard`. A plant: the order of the two calls is ours. @FIGURE@
 """
 
 from __future__ import annotations
 
-import functools
-
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 
 from tests.audit.faults import Fault
-from tests.audit.faults.pretrained import load, make, text
+from tests.audit.faults.pretrained import make, text
 
 MESH = "fsdp=2"
 FAULT = Fault(
-    report="https://github.com/huggingface/transformers/issues/48873",
+    report="https://github.com/huggingface/transformers/pull/48792",
     host="transformers",
     versions="5.23 with peft 0.21",
     kind="gradient",
-    module="model.layers.0.self_attn.q_proj.lora_A.default",
+    module="base_model.model.model.layers.0.self_attn.q_proj.lora_A.default",
     line="get_peft_model",
-    own=True,
 )
 batch = text
 
@@ -32,7 +31,19 @@ def build() -> nn.Module:
 
 
 def shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    return model
+    saved = {name: p.detach().clone() for name, p in model.named_parameters() if "lora" in name}
+    base = model.unload()  # type: ignore[operator]
+    for layer in base.model.layers:
+        fully_shard(layer, mesh=mesh)
+    made = _adapted(fully_shard(base, mesh=mesh))
+    made.load_state_dict(saved, strict=False)
+    return made.to(next(iter(saved.values())).dtype)
+
+
+def right(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    for layer in model.base_model.model.model.layers:  # type: ignore[union-attr]
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)  # type: ignore[return-value]
 
 
 def _adapted(model: nn.Module) -> nn.Module:

@@ -12,7 +12,7 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tests.audit.faults import Fault
-from tests.audit.faults.pretrained import load, make, text
+from tests.audit.faults.pretrained import from_folder, make, text
 
 MESH = "tp=2"
 FAULT = Fault(
@@ -28,4 +28,4 @@ build, batch = functools.partial(make, "HrmTextForCausalLM"), text
 
 
 def shard(folder: str, mesh: DeviceMesh) -> nn.Module:
-    return load("HrmTextForCausalLM", folder, tp_size=mesh.size())
+    return from_folder("HrmTextForCausalLM", folder, tp_size=mesh.size())

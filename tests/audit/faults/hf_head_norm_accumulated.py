@@ -14,7 +14,7 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tests.audit.faults import Fault
-from tests.audit.faults.pretrained import load, make, text
+from tests.audit.faults.pretrained import from_folder, make, text
 
 MESH = "tp=2"
 FAULT = Fault(
@@ -30,4 +30,4 @@ build, batch = functools.partial(make, "Qwen3ForCausalLM", head_dim=8), text
 
 
 def shard(folder: str, mesh: DeviceMesh) -> nn.Module:
-    return load("Qwen3ForCausalLM", folder, tp_size=mesh.size())
+    return from_folder("Qwen3ForCausalLM", folder, tp_size=mesh.size())

@@ -13,7 +13,7 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tests.audit.faults import Fault
-from tests.audit.faults.pretrained import load, make, text
+from tests.audit.faults.pretrained import from_folder, make, text
 
 MESH = "tp=2"
 FAULT = Fault(
@@ -29,7 +29,7 @@ build, batch = functools.partial(make, "LlamaForCausalLM"), text
 
 
 def shard(folder: str, mesh: DeviceMesh) -> nn.Module:
-    return load("LlamaForCausalLM", folder, tp_size=mesh.size())
+    return from_folder("LlamaForCausalLM", folder, tp_size=mesh.size())
 
 
 def save(model: nn.Module, folder: str) -> None:

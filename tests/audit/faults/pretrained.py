@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-__all__ = ["load", "make", "text"]
+__all__ = ["from_folder", "make", "text"]
 
 VOCABULARY = 64
 _SIZES = {
@@ -33,14 +33,16 @@ def make(model: str, *, attention: str = "eager", **settings: Any) -> nn.Module:
     import transformers
 
     cls = getattr(transformers, model)
-    made = cls(cls.config_class(**{**_SIZES, **settings}, attn_implementation=attention))
+    experts = {"experts_implementation": settings.pop("experts")} if "experts" in settings else {}
+    config = cls.config_class(**{**_SIZES, **settings}, attn_implementation=attention)
+    made = cls._from_config(config, attn_implementation=attention, **experts)
     with torch.no_grad():
         for p in made.parameters():
             p.add_(torch.randn_like(p) * 0.1)
     return made.train()
 
 
-def load(model: str, folder: str, **settings: Any) -> nn.Module:
+def from_folder(model: str, folder: str, **settings: Any) -> nn.Module:
     """Return the model of a folder, sharded while it is loaded: `distributed_config=DistributedConfig(**settings)`."""
     import transformers
     from transformers.distributed import DistributedConfig
