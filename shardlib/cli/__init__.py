@@ -30,6 +30,17 @@ _DTYPES = "float64", "float32", "bfloat16", "float16"
 _MODE = 'mode of the rules, such as "sequence"'
 
 
+# Functions of the user that an audit takes in place of the library's means; `made` is what --sharded-by returned.
+_OWN = {
+    "accumulate": "your own backward passes of a step, a function (made, batches)",
+    "clip": "your own clipping, a function (made) -> norm",
+    "generate": "your own generation, a function (made, ids) -> tokens",
+    "save": "your own saving, a function (made, folder)",
+    "load": "your own loading on one device, a function (folder) -> state dict or model",
+    "resume": "your own loading into a sharded model, a function (made, folder)",
+}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.
 
@@ -137,7 +148,7 @@ def _add_prove(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_audit(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(run="audit.audit")
+    parser.set_defaults(run="audit.audit", own=_OWN)
     parser.add_argument(
         "--sharded-by", required=True, metavar="FILE.py:NAME", help="your function (model, mesh) -> model"
     )
@@ -150,9 +161,8 @@ def _add_audit(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--loss", metavar="FILE.py:NAME", help="a function (model, batch) -> scalar")
     parser.add_argument("--optimizer", metavar="FILE.py:NAME", help="a function (parameters) -> optimizer")
-    parser.add_argument("--clip", metavar="FILE.py:NAME", help="your own clipping, a function (model) -> norm")
-    parser.add_argument("--save", metavar="FILE.py:NAME", help="your own saving, a function (model, folder)")
-    parser.add_argument("--load", metavar="FILE.py:NAME", help="your own loading on one device, (folder) -> state dict")
+    for name, form in _OWN.items():
+        parser.add_argument(f"--{name}", metavar="FILE.py:NAME", help=form)
     parser.add_argument("--steps", type=int, default=2, help="optimizer steps (default 2)")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds until ranks are given up (default 120)")
     parser.add_argument("--strict", action="store_true", help='count what is "weighted" as a difference')

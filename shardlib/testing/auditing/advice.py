@@ -14,7 +14,6 @@ from typing import Any
 from torch import nn
 
 from shardlib.errors import InputError
-from shardlib.testing.auditing.hosts import Host
 from shardlib.testing.auditing.report import Advice
 from shardlib.testing.equivalence.locate import Origin
 
@@ -85,20 +84,36 @@ def _entry(name: str, values: dict[str, Any]) -> _Entry:
     return _Entry(patterns, Advice(values["line"], " ".join(values["why"].split()), values.get("link", "")))
 
 
-def advice_on(host: Host, check: str, origin: Origin | None, said: str, model: nn.Module) -> tuple[Advice, ...]:
-    """Return the lines that usually decide a finding, the likeliest first, two at most."""
+def advice_on(
+    tables: Iterable[str],
+    used: Iterable[str],
+    check: str,
+    origin: Origin | None,
+    said: str,
+    model: nn.Module | None = None,
+) -> tuple[Advice, ...]:
+    """Return the lines that usually decide a finding, the likeliest first, two at most.
+
+    Args:
+        tables: the names of the host's tables.
+        used: the host's interfaces that sharded the model.
+        check: the name of the check.
+        origin: where the difference begins.
+        said: what the check says.
+        model: the model, whose classes the module is of.
+    """
     module = "" if origin is None or origin.module.startswith("(") else origin.module
     finding = Finding(
         check,
         "" if origin is None else origin.what,
         "" if origin is None else "\n".join(origin.causes),
-        _class_of(model, module),
+        "" if model is None else _class_of(model, module),
         "" if origin is None else "\n".join((*origin.found, origin.layout)),
         said,
-        ", ".join(host.used()),
+        ", ".join(used),
     )
     names = {"module": re.sub(r"\.\d+(?=\.|$)", ".*", module) or "(the model)"}
-    return tuple(_first(_spoken(host.advice, finding, names), 2))
+    return tuple(_first(_spoken(tables, finding, names), 2))
 
 
 def _spoken(tables: Iterable[str], finding: Finding, names: dict[str, str]) -> Iterator[Advice]:

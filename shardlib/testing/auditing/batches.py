@@ -63,12 +63,12 @@ def unequal(batch: Any, ranks: int) -> Any:
     return _with_labels(batch, left_out)
 
 
-def one_token(batch: Any, _ranks: int) -> Any:
-    """Repeat the first token everywhere, so that most experts of a router get none."""
+def one_token(batch: Any, _ranks: int, index: int = 0) -> Any:
+    """Repeat one token everywhere, so that most experts of a router get none."""
 
     def repeated(name: str, leaf: torch.Tensor) -> torch.Tensor:
         chosen = not leaf.is_floating_point() and leaf.dtype != torch.bool and leaf.ndim > 1 and "mask" not in name
-        return torch.full_like(leaf, int(leaf.flatten()[0])) if chosen else leaf
+        return torch.full_like(leaf, int(leaf.flatten()[index % leaf.numel()])) if chosen else leaf
 
     flat, spec = pytree.tree_flatten_with_path(batch)
     leaves = [repeated(pytree.keystr(path), leaf) if isinstance(leaf, torch.Tensor) else leaf for path, leaf in flat]

@@ -20,6 +20,7 @@ from shardlib.errors import InputError, MeshError, ShardlibError
 from shardlib.testing import _carry
 from shardlib.testing._pool import HangError, RankDied, RankError, shared_pool
 from shardlib.testing._standing import explain, table
+from shardlib.testing.auditing.advice import advice_on
 from shardlib.testing.auditing.foreign import first_line
 from shardlib.testing.auditing.report import AuditError, AuditReport, Check
 from shardlib.testing.auditing.stages import Journal, Subject, run_on_rank
@@ -36,9 +37,12 @@ def audit(
     loss: Callable[[nn.Module, Any], torch.Tensor] | None = None,
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
     split: Callable[[Any, int, int], Any] | None = None,
-    clip: Callable[[nn.Module], torch.Tensor] | None = None,
-    save: Callable[[nn.Module, str], Any] | None = None,
+    accumulate: Callable[[Any, list[Any]], Any] | None = None,
+    clip: Callable[[Any], torch.Tensor] | None = None,
+    generate: Callable[[Any, torch.Tensor], torch.Tensor] | None = None,
+    save: Callable[[Any, str], Any] | None = None,
     load: Callable[[str], Any] | None = None,
+    resume: Callable[[Any, str], Any] | None = None,
     steps: int = 2,
     strict: bool = False,
     seed: int = 0,
@@ -63,10 +67,15 @@ def audit(
             mean of all its elements.
         optimizer: from parameters to an optimizer; by default the one that `shard` returns, else AdamW.
         split: (batch, index, count) -> the part of one data rank; rows of dim 0 by default.
-        clip: (model) -> norm: your own clipping of the sharded model's gradients, instead of the library's.
-        save: (model, folder): your own saving of the sharded model, called on every rank, instead of the library's.
+        accumulate: (made, batches): your own backward passes of a step, of this rank's part of each batch. `made` is
+            what `shard` returned, here and below.
+        clip: (made) -> norm: your own clipping of gradients, instead of the library's.
+        generate: (made, ids) -> tokens: your own generation, instead of a greedy `model.generate`. It is called with
+            the model on one device, too.
+        save: (made, folder): your own saving, called on every rank, instead of the library's.
         load: (folder) -> the state dict, or the model, that one device loads from what `save` has saved; by default
             as the library loads.
+        resume: (made, folder): loads what `save` has saved into a model that was sharded again.
         steps: optimizer steps after which parameters, buffers and state are compared.
         strict: count "weighted" as a difference: a mean of the ranks' means where they have unequal numbers of tokens.
         seed: the seed of the weights.
@@ -97,7 +106,7 @@ def audit(
     subject = Subject(shape, steps=steps, strict=strict, seed=seed)
     functions = {
         "build": build, "shard": shard, "batch": batch, "loss": loss, "optimizer": optimizer, "split": split,
-        "clip": clip,
+        "accumulate": accumulate, "clip": clip, "generate": generate, "resume": resume,
         "save": save, "load": load,
     }  # fmt: skip
     subject.check(functions)
@@ -146,7 +155,8 @@ def _interrupted(subject: Subject, folder: Path, error: BaseException) -> AuditR
     """Return what had been compared when ranks hung, died or raised apart."""
     journal = Journal(folder).read()
     said = {HangError: "the ranks hang", RankDied: "a rank died"}.get(type(error)) or first_line(error)  # type: ignore[arg-type]
-    failed = Check(journal.current, "raised", "\n".join([said, *_where(error)]))
+    advice = advice_on(journal.advice, journal.used, journal.current, None, said)
+    failed = Check(journal.current, "raised", "\n".join([said, *_where(error)]), advice=advice)
     return dataclasses.replace(
         journal.report(subject), checks=(*journal.checks, failed), seconds=time.time() - journal.begun
     )

@@ -4,7 +4,7 @@ do."""
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -32,9 +32,10 @@ class HostRun(Run):
         case: Case,
         host: Host,
         rank_coordinate: parts.RankCoordinate,
-        clip: Callable[[nn.Module], torch.Tensor] | None = None,
+        clip: Callable[[Any], torch.Tensor] | None = None,
     ) -> None:
         self.host, self.rank_coordinate, self.users_clip = host, rank_coordinate, clip
+        self.rows_of_one_device: dict[str, int] = {}
         super().__init__(case, host.model, rank_coordinate.data, sharded=True, made=host.optimizer)
         self._check_mesh()
 
@@ -71,6 +72,10 @@ class HostRun(Run):
     def _reducing(self, micro: int) -> AbstractContextManager[None]:
         return self.host.accumulating() if micro < self.case.accumulate - 1 else nullcontext()
 
+    def parts_of(self, batches: Iterable[Any]) -> list[Any]:
+        """Return this rank's rows of global batches."""
+        return [self._part_of(batch) for batch in batches]
+
     def begin(self, step: int) -> None:
         self.host.zero_grad(self.optimizer)
 
@@ -88,7 +93,7 @@ class HostRun(Run):
     def _clipped(self, norm: float) -> torch.Tensor | None:
         """Clip by the user's means or by the host's."""
         if self.users_clip is not None:
-            found: Any = self.users_clip(self.host.model)
+            found: Any = self.users_clip(self.host.returned)
         else:
             found = self.host.clip(self.optimizer, norm)
         return found.full_tensor() if isinstance(found, DTensor) else found
@@ -97,13 +102,25 @@ class HostRun(Run):
         self.host.step(self.optimizer)
 
     def tensors(self) -> tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]]:
-        return self.host.tensors()
+        params, buffers = self.host.tensors()
+        return {name: self._unpadded(name, p) for name, p in params.items()}, buffers
 
     def gradients(self) -> dict[str, torch.Tensor | None]:
-        return self.host.gradients()
+        found = self.host.gradients()
+        return {name: None if g is None else self._unpadded(name, g) for name, g in found.items()}
 
     def state(self) -> dict[str, torch.Tensor]:
-        return self.host.state(self.optimizer)
+        found = self.host.state(self.optimizer)
+        return {name: self._unpadded(name.split(": ")[0], tensor) for name, tensor in found.items()}
+
+    def _unpadded(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor without the rows that sharding has added to those of one device. Collective where it has."""
+        rows = self.rows_of_one_device.get(name, 0)
+        if not rows or not tensor.ndim or len(tensor) <= rows:
+            return tensor
+        with torch.no_grad():
+            full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            return full.detach()[:rows]
 
     def locals(self) -> dict[str, torch.Tensor]:
         """Return this rank's local tensors."""
@@ -191,7 +208,7 @@ def remade(host: Host, sharded: HostRun, single: nn.Module) -> torch.optim.Optim
     if made is None:
         return None
     inner = getattr(made, "optimizer", made)
-    names = {id(p): name for name, p in sharded.tensors()[0].items()}
+    names = {id(p): name for name, p in host.tensors()[0].items()}
     mine = dict(Run(sharded.case, single).tensors()[0])
     groups = []
     for group in inner.param_groups:

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import os
 import pickle
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.tensor import DTensor
 
-from shardlib._mesh_shape import MeshShape
+from shardlib._mesh_shape import MeshShape, taken_for_model_axes
 from shardlib.engine import _torch
 from shardlib.engine.ranks import agree
 from shardlib.errors import InputError
@@ -29,7 +34,7 @@ from shardlib.testing.auditing.hosts import Host, NotOffered, NotReached
 from shardlib.testing.auditing.redirect import redirected
 from shardlib.testing.auditing.report import AuditReport, Check
 from shardlib.testing.auditing.runs import UNCLIPPED, ByRank, HostRun, StaleOptimizer, remade
-from shardlib.testing.equivalence import parts
+from shardlib.testing.equivalence import measure, parts
 from shardlib.testing.equivalence.case import Case
 from shardlib.testing.equivalence.compare import START, Key, Measured, Notes, limits, wrong
 from shardlib.testing.equivalence.locate import Origin, of_norm, of_passes, of_tensor, of_update, values_before
@@ -39,6 +44,9 @@ from shardlib.testing.equivalence.twins import Twins, single_device
 
 __all__ = ["Journal", "Subject", "run_on_rank"]
 
+T = TypeVar("T")
+
+_TOKENS = 6
 _CLIP = 1.0
 _LONG = 86400.0  # seconds: the caller's timeout comes first
 _APART = 5.0  # seconds that a rank which raised waits for the others to come to the same end
@@ -79,6 +87,7 @@ class Journal:
     current: str = "starting the ranks"
     host: str = "code of your own"
     used: tuple[str, ...] = ()
+    advice: tuple[str, ...] = ("torch",)
     layouts: dict[str, str] = field(default_factory=dict)
     changed: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
@@ -107,10 +116,10 @@ class Journal:
 def run_on_rank(subject: Subject, packed: bytes, folder: str) -> AuditReport:
     """Run an audit on this rank; every rank returns the same report."""
     journal = Journal(Path(folder))
-    with redirected() as mode, warnings.catch_warnings(record=True) as heard:
+    with redirected() as mode, warnings.catch_warnings(record=True) as heard, ExitStack() as stack:
         warnings.simplefilter("always")
         functions = _carry.load(packed)
-        stages = _Stages(subject, functions, journal)
+        stages = _Stages(subject, functions, journal, stack)
         try:
             for check in stages.checks():
                 journal.checks.append(check)
@@ -126,7 +135,8 @@ def run_on_rank(subject: Subject, packed: bytes, folder: str) -> AuditReport:
 class _Stages:
     """The stages of an audit on this rank."""
 
-    def __init__(self, subject: Subject, functions: Mapping[str, Any], journal: Journal) -> None:
+    def __init__(self, subject: Subject, functions: Mapping[str, Any], journal: Journal, stack: ExitStack) -> None:
+        self.stack = stack
         self.subject, self.journal, self.functions = subject, journal, functions
         self.case = subject.case(functions)
         self.control = dist.new_group(backend="gloo")
@@ -151,12 +161,11 @@ class _Stages:
         if self.journal.checks[-1].name == "one backward pass":  # it raised
             return
         yield from self._attempt("gradient norm", self._norm)
-        self.clips = self.clips and self.journal.checks[-1].verdict != "raised"
         yield from self._attempt("activations", self._activations)
         yield from self._attempt("two passes in a step", lambda: self._pass("two passes in a step", 1, 2))
         yield from self._attempt("ragged labels", lambda: self._variant("ragged labels", batches.ragged))
         yield from self._attempt("unequal tokens", lambda: self._variant("unequal tokens", batches.unequal))
-        yield from self._attempt("an empty expert", lambda: self._variant("an empty expert", batches.one_token))
+        yield from self._attempt("an empty expert", self._few_experts)
         yield from self._attempt("optimizer steps", self._steps)
         yield from self._attempt("evaluation", self._evaluation)
         yield from self._attempt("generation", self._generation)
@@ -172,7 +181,8 @@ class _Stages:
         try:
             found = work()
         except NotOffered as reason:
-            found = [Check(name, reason.verdict, str(reason))]
+            text = str(reason)
+            found = [Check(name, reason.verdict, text, advice=self._advice(name, None, text))]
         except (InputError, KeyboardInterrupt, GeneratorExit):
             raise
         except BaseException as raised:  # torch's CheckpointException is no Exception, and code may call sys.exit
@@ -187,7 +197,8 @@ class _Stages:
         if any(said):
             ranks = [rank for rank, text in enumerate(said) if text]
             where = "" if len(ranks) == len(said) else f"on rank {', '.join(map(str, ranks))} alone: "
-            yield Check(name, "raised", f"{where}{said[ranks[0]]}")
+            text = f"{where}{said[ranks[0]]}"
+            yield Check(name, "raised", text, advice=self._advice(name, None, text))
         else:
             yield from found
 
@@ -204,6 +215,7 @@ class _Stages:
             dist.barrier()
         _torch.seed_all(self.subject.seed)
         host = call_shard(self.functions["shard"], given, self.subject.mesh, folder)
+        self.stack.enter_context(taken_for_model_axes(_axes_of(host)))
         self.sharded = HostRun(self.case, host, self.rank_coordinate, self.functions["clip"])
         try:
             self.alone = Run(self.case, self.single, made=self._optimizer(host, self.single))
@@ -212,7 +224,13 @@ class _Stages:
             self.sharded.optimizer = self.case.train(host.model.parameters())
             self.alone = Run(self.case, self.single)
         self.host = host
+        ours = {n: t for n, t in self.sharded.tensors()[0].items() if isinstance(t, DTensor)}
+        mine = dict(self.single.named_parameters())
+        self.sharded.rows_of_one_device = {
+            n: len(mine[n]) for n, t in ours.items() if n in mine and t.ndim and len(t) > len(mine[n])
+        }
         self.journal.host, self.journal.used = host.title, tuple(host.used())
+        self.journal.advice = host.advice
         self.journal.layouts = self.sharded.layouts()
         return []
 
@@ -289,9 +307,8 @@ class _Stages:
             title = next(check.name for check in checks if check.verdict in ("wrong", "weighted"))
             checks = self._with_origin(checks, of_passes(self._twins(case), measured, failed), title)
         if weighted:  # from here on, one device works as the data ranks do
-            assert self.host is not None
             self.single = _torch.copied(self.start)
-            optimizer = self._optimizer(self.host, self.single)
+            optimizer = self._optimizer(self.sharded.host, self.single)
             self.alone = ByRank(self.case, self.single, self.rank_coordinate.data, optimizer)
             self.alone.forward_backward(0, 0)
         return checks
@@ -309,20 +326,23 @@ class _Stages:
         both = self._twins(dataclasses.replace(self._of_pass(0, 1), clip=UNCLIPPED))
         notes = Notes(both)
         mine: list[torch.Tensor] = [p.grad for p in self.single.parameters() if p.grad is not None]
-        try:
-            norm = self.sharded.norm()
-        except Exception as error:
-            if self.functions["clip"] is not None:
-                raise
-            self.clips = False
-            by = self.sharded.host.clips
-            raise NotOffered(f"{by} raises {first_line(error)}") from error
+        self.clips = False
+        clip = self.functions["clip"]
+        norm = self._by_host(self.sharded.host.clips, self.sharded.norm) if clip is None else self.sharded.norm()
+        self.clips = True
         if norm is None:
             raise NotOffered(f"{self.journal.host} does not tell the norm")
         notes.norms(0, [nn.utils.get_total_norm(mine), norm])
         gradients_are_wrong = any(key[1] == "gradient" for key in self.failed)
         check = self._judged("gradient norm", both.case, notes, locate=None if gradients_are_wrong else of_norm)
         return [check]
+
+    def _by_host(self, name: str, work: Callable[[], T]) -> T:
+        """Use a means of the host; one that raises is not offered, whoever uses it in their training or not."""
+        try:
+            return work()
+        except (Exception, CheckpointException) as error:
+            raise NotOffered(f"{name} raises {first_line(error)}") from error
 
     def _activations(self) -> Sequence[Check]:
         """Compare values and gradients at the borders of all modules, of the same batch."""
@@ -351,18 +371,44 @@ class _Stages:
             notes.batch(micro)
             notes.loss(0, f"loss{suffix}", losses)
             notes.outputs(0, suffix)
+        self._fill_gradients()
         notes.gradients(0)
         return both, notes
 
+    def _fill_gradients(self) -> None:
+        """Give one device zeros where it has no gradient and every rank has zeros: some reductions make them."""
+        got, want = self.sharded.gradients(), self.alone.gradients()
+        zero = {n for n, g in got.items() if g is not None and n in want and want[n] is None and not _largest(g)}
+        common = set.intersection(*(set(names) for names in agree.exchange(sorted(zero))))
+        for name, p in self.alone.tensors()[0].items():
+            if name in common:
+                p.grad = torch.zeros_like(p)
+
     def _pass(self, name: str, first: int, count: int) -> Sequence[Check]:
+        if self.failed:
+            raise NotReached("one pass differs already")
         case = self._of_pass(first, count)
+        if (accumulate := self.functions["accumulate"]) is not None:
+            return [self._judged(name, case, self._accumulated(case, accumulate), locate=None)]
         _, notes = self._passed(case)
         return [self._judged(name, case, notes, locate=None, passes=True)]
 
+    def _accumulated(self, case: Case, accumulate: Callable[[Any, list[Any]], Any]) -> Notes:
+        """Run the passes of a step by the user's own means; return what was measured of the gradients."""
+        both = self._twins(case)
+        for run in both.runs:
+            run.begin(0)
+        for micro in range(case.accumulate):
+            self.alone.forward_backward(0, micro)
+        accumulate(self.sharded.host.returned, self.sharded.parts_of(map(case.batch, range(case.accumulate))))
+        notes = Notes(both)
+        notes.gradients(0)
+        return notes
+
     def _variant(self, name: str, change: Callable[[Any, int], Any]) -> Sequence[Check]:
         """Compare a backward pass of a batch that was changed."""
-        if change is batches.one_token and not batches.has_experts(self.single):
-            raise NotOffered("the model has no module of experts")
+        if self.failed:
+            raise NotReached("one pass differs already")
         changed = change(self.case.batch(3), self.rank_coordinate.data[1])
         case = dataclasses.replace(self.case, batch=lambda _: changed, steps=1)
         if not torch.isfinite(self._loss_alone(case)):
@@ -370,12 +416,21 @@ class _Stages:
         _, notes = self._passed(case)
         return [self._judged(name, case, notes, locate=None, passes=True)]
 
+    def _few_experts(self) -> Sequence[Check]:
+        """Compare batches of one token, each of another one, until some expert is left empty on some rank."""
+        if not batches.has_experts(self.single):
+            raise NotOffered("the model has no module of experts")
+        for index in range(_TOKENS):
+            change = functools.partial(batches.one_token, index=index)
+            (check,) = self._variant("an empty expert", change)
+            if check.verdict != "right":
+                return [check]
+        return [dataclasses.replace(check, said=f"{_TOKENS} batches of one token each, {check.said}")]
+
     def _loss_alone(self, case: Case) -> torch.Tensor:
         try:
-            self.alone.case = case
-            self.alone.begin(0)
             with torch.no_grad():
-                return self.alone.loss_of(case.batch(0))
+                return Run(case, _torch.copied(self.start)).loss_of(case.batch(0))
         except Exception as error:
             raise NotOffered(f"one device raises too: {first_line(error)}") from error
 
@@ -431,8 +486,7 @@ class _Stages:
         return not set(wrong(measured, limit)) - {key for key in failed if key[1] == "norm"}
 
     def _advice(self, name: str, origin: Origin | None, said: str = "") -> Any:
-        assert self.host is not None
-        return advice_on(self.host, name, origin, said, self.single)
+        return advice_on(self.journal.advice, self.journal.used, name, origin, said, self.start)
 
     # Steps, and what comes after them
 
@@ -446,11 +500,14 @@ class _Stages:
             self.case, batch=lambda i: self.case.batch(5 + i), clip=_CLIP if self.clips else None
         )
         both = self._twins(case)
+        self._adopt()  # buffers that each forward has changed
         compared = 0
         for step in range(case.steps):
             for run in both.runs:
                 run.begin(step)
                 run.forward_backward(step, 0)
+            self._fill_gradients()
+            for run in both.runs:
                 run.clip()
             before = values_before(both)
             for run in both.runs:
@@ -474,11 +531,23 @@ class _Stages:
         ]
 
     def _take_over(self) -> None:
-        """Give the single device the values of the sharded model."""
+        """Give the single device the values of the sharded model.
+
+        Raises:
+            NotReached: ranks hold different ones.
+        """
+        if parted := self._parted_names():
+            raise NotReached(f"ranks have parted: {_few(parted)} differ between them by now")
+        self._adopt()
+
+    def _parted_names(self) -> list[str]:
         full = self.sharded.full_values()
         marks = agree.exchange({name: agree.fingerprint(tensor) for name, tensor in full.items()})
-        if parted := [name for name in full if len({of_rank.get(name) for of_rank in marks}) > 1]:
-            raise NotReached(f"ranks have parted: {_few(parted)} differ between them by now")
+        return [name for name in full if len({of_rank.get(name) for of_rank in marks}) > 1]
+
+    def _adopt(self) -> None:
+        """Give the single device what this rank holds."""
+        full = self.sharded.full_values()
         params, buffers = self.alone.tensors()
         with torch.no_grad():
             for name, tensor in {**params, **buffers}.items():
@@ -506,18 +575,26 @@ class _Stages:
         if not hasattr(self.single, "generate") or ids is None:
             raise NotOffered("the model has no generate(), or its batch no input_ids")
         ids = ids[:, : max(1, ids.shape[1] // 2)]
-        options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
-        made = []
-        for model in (self.single, self.sharded.module):
-            model.eval()
-            with torch.no_grad():
-                made.append(model.generate(input_ids=ids, **options))  # type: ignore[operator]
-            model.train()
-        same = all(agree.exchange(bool(torch.equal(*made))))
-        if same:
-            return [Check("generation", "right", _count(made[0].numel(), "token"), made[0].numel())]
-        said = f"other tokens than one device's: {made[1][0].tolist()}, where it has {made[0][0].tolist()}"
-        return [Check("generation", "wrong", said, made[0].numel(), advice=self._advice("generation", None, said))]
+        own = self.functions["generate"]
+        generate = _greedy if own is None else own
+        self.single.eval()
+        self.sharded.module.eval()
+        with torch.no_grad():
+            alone = generate(self.single, ids)
+            draws = not torch.equal(alone, generate(self.single, ids))
+            here = generate(self.sharded.module if own is None else self.sharded.host.returned, ids)
+        self.single.train()
+        self.sharded.module.train()
+        every = agree.exchange(here)
+        apart = [rank for rank, tokens in enumerate(every) if not torch.equal(tokens, every[0])]
+        if apart:
+            said = f"rank {apart[0]} makes {every[apart[0]][0].tolist()}, rank 0 {every[0][0].tolist()}"
+        elif not draws and not torch.equal(here, alone):
+            said = f"other tokens than one device's: {here[0].tolist()}, where it has {alone[0].tolist()}"
+        else:
+            told = "; ranks draw the same, which one device need not" if draws else ""
+            return [Check("generation", "right", f"{_count(alone.numel(), 'token')}{told}", alone.numel())]
+        return [Check("generation", "wrong", said, alone.numel(), advice=self._advice("generation", None, said))]
 
     def _save(self) -> Sequence[Check]:
         assert self.host is not None
@@ -525,13 +602,17 @@ class _Stages:
         folder.mkdir(exist_ok=True)
         save, load = self.functions["save"], self.functions["load"]
         if save is None:
-            self.host.save(folder)
+            self._by_host(self.host.saves, lambda: self.host.save(folder))
         else:
-            save(self.host.model, str(folder))
+            save(self.host.returned, str(folder))
         dist.barrier()
+        if save is not None and load is None and not self.host.reads(folder):
+            raise NotOffered("load= does not say how one device reads what save= has saved")
         read = self.host.read(folder, lambda: single_device(self.case)) if load is None else self._read(load, folder)
         by = self.host.saves if save is None else save.__name__
         full = self.sharded.full_values()
+        for name in self._parted_names() if self.weighted else ():
+            del full[name]  # statistics of each rank's own rows
         got = {**dict(read.named_parameters()), **dict(read.named_buffers())}
         kept = set(read.state_dict())
         return [self._same("save for one device", full, {n: t for n, t in got.items() if n in kept}, by)]
@@ -555,15 +636,25 @@ class _Stages:
             return [self._loaded_again(shard)]
         folder = self.journal.folder / "stored"
         self.sharded.begin(0)  # torch saves no state of an optimizer that has gradients and has not stepped
+        self.sharded.host.reshard()
         before = {name: t.clone() for name, t in {**self.sharded.locals(), **self._local_state(self.sharded)}.items()}
-        host.store(folder, self.sharded.optimizer)
+        resume, by = self.functions["resume"], host.stores
+        if resume is None:
+            self._by_host(host.stores, lambda: host.store(folder, self.sharded.optimizer))
+            dist.barrier()
+        else:
+            folder, by = self.journal.folder / "saved", resume.__name__
         again = self.sharded
         if host.reshards:
             again = self._sharded_again(shard, folder)
+            again.rows_of_one_device = self.sharded.rows_of_one_device
         else:
             self._spoil()
-        again.host.restore(folder, again.optimizer)
-        return [self._same("save and go on", before, {**again.locals(), **self._local_state(again)}, host.stores)]
+        if resume is None:
+            self._by_host(host.stores, lambda: again.host.restore(folder, again.optimizer))
+        else:
+            resume(again.host.returned, str(folder))
+        return [self._same("save and go on", before, {**again.locals(), **self._local_state(again)}, by)]
 
     def _sharded_again(self, shard: Callable[..., Any], folder: Path) -> HostRun:
         """Shard a model with other values."""
@@ -590,10 +681,10 @@ class _Stages:
 
     def _same(self, name: str, want: Mapping[str, torch.Tensor], got: Mapping[str, torch.Tensor], by: str) -> Check:
         """Compare values that nothing computes with: they must be equal on every rank."""
-        missing = [n for n in want if n not in got]
-        unlike = [n for n in got if n in want and not _equal(want[n], got[n])]
+        missing = [n for n in want if n not in got and n not in self._not_saved]
+        unlike = [n for n in got if n in want and n not in self._not_saved and not _equal(want[n], got[n])]
         every = agree.exchange((missing, unlike))
-        missing = [n for n in dict.fromkeys(n for each, _ in every for n in each) if n not in self._not_saved]
+        missing = list(dict.fromkeys(n for each, _ in every for n in each))
         unlike = list(dict.fromkeys(n for _, each in every for n in each))
         if not missing and not unlike:
             return Check(name, "right", f"{_count(len(got), 'value')}, by {by}", len(got))
@@ -608,6 +699,22 @@ class _Stages:
     def _not_saved(self) -> set[str]:
         """Buffers that are not persistent, which checkpoints do not have."""
         return {name for name, _ in self.start.named_buffers()} - set(self.start.state_dict())
+
+
+def _largest(tensor: torch.Tensor) -> float:
+    return measure.size(parts.local(tensor))
+
+
+def _greedy(model: Any, ids: torch.Tensor) -> Any:
+    return model.generate(input_ids=ids, max_new_tokens=4, do_sample=False, pad_token_id=0)
+
+
+def _axes_of(host: Host) -> Iterator[str]:
+    """Iterate over the names of the axes of all DTensors."""
+    for tensor in itertools.chain(*(tree.values() for tree in host.tensors())):
+        if isinstance(tensor, DTensor):
+            mesh = tensor.device_mesh
+            yield from mesh.mesh_dim_names or (f"axis{i}" for i in range(mesh.ndim))
 
 
 def _of_replicas(measured: Measured) -> Check:

@@ -217,7 +217,7 @@ class Notes:
                     mine = mine.to(want.dtype)
             self.measured.errors[key] = measure.distance(mine, part, scale)
             if kind != "output":
-                self.prints[key] = (parts.shard_key(got), agree.fingerprint(mine))
+                self.prints[key] = (parts.shard_key(got), agree.fingerprint(mine.clone()))  # numpy pins a storage
 
     def paths(self) -> None:
         """Record the paths that the sharded run has taken."""

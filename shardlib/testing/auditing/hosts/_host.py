@@ -76,6 +76,11 @@ class Host:
         """The model without the wrapper of a host."""
         return self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
 
+    @property
+    def returned(self) -> Any:
+        """What `shard` returned, as functions of the user are given it."""
+        return self.made if len(self.made) > 1 else self.made[0]
+
     # What is there
 
     @property
@@ -142,6 +147,10 @@ class Host:
             torch.save(values, folder / "model.pt")
         dist.barrier()
 
+    def reads(self, folder: Path) -> bool:
+        """Return whether a folder holds what `read` reads."""
+        return (folder / "model.pt").exists()
+
     def read(self, folder: Path, build: Callable[[], nn.Module]) -> nn.Module:
         """Load what `save` has saved into a model on one device."""
         model = build()
@@ -159,6 +168,12 @@ class Host:
         values: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
         dcp.load(values, checkpoint_id=folder)
         set_state_dict(self.model, optimizer, model_state_dict=values["model"], optim_state_dict=values["optimizer"])
+
+    def reshard(self) -> None:
+        """Bring parameters that a forward has left unsharded back into shards."""
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     def forget(self) -> None:
         """Reset what the library keeps in the process for one training run."""

@@ -37,7 +37,7 @@ class Accelerate(Host):
         yield from super().used()
 
     def backward(self, loss: torch.Tensor) -> None:
-        self.accelerator.backward(loss)
+        self.accelerator.backward(loss * self.accelerator.gradient_accumulation_steps)  # by which it divides
 
     def clip(self, optimizer: torch.optim.Optimizer, norm: float) -> torch.Tensor | None:
         found: torch.Tensor | None = self.accelerator.clip_grad_norm_(self.model.parameters(), norm)

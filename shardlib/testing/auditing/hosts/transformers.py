@@ -43,6 +43,9 @@ class Transformers(Host):
         self.module.save_pretrained(folder)  # type: ignore[operator]
         dist.barrier()
 
+    def reads(self, folder: Path) -> bool:
+        return (folder / "config.json").exists()
+
     def read(self, folder: Path, build: Callable[[], nn.Module]) -> nn.Module:
         single = build()
         return type(single).from_pretrained(folder, dtype=torch.float64)  # type: ignore[attr-defined, no-any-return]
