@@ -1,7 +1,7 @@
 """Each backward pass of a step divides the whole accumulated gradient: the first of two passes counts half as much.
 
-Report: https://github.com/pytorch/torchtitan/issues/1732 (`scale_grads` of pipeline schedules makes accumulation a moving
-average). A plant in plain torch, of torch 2.8 with torchtitan. @FIGURE@
+Report: https://github.com/pytorch/torchtitan/issues/1733, "Gradient accumulation broken in PP" (`scale_grads` of pipeline
+schedules makes it a moving average). A plant in plain torch, of torch 2.8 with torchtitan. @FIGURE@
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tests.audit.faults.models import GPT, tensor_plan, tokens
 
 MESH = "tp=2"
 FAULT = Fault(
-    report="https://github.com/pytorch/torchtitan/issues/1732",
+    report="https://github.com/pytorch/torchtitan/issues/1733",
     host="torchtitan",
     versions="torchtitan in September 2025",
     kind="two passes",

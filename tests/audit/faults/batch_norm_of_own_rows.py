@@ -1,6 +1,7 @@
 """BatchNorm under data parallelism takes the mean of each rank's own rows.
 
-Report: https://github.com/pytorch/pytorch/issues/62967. All versions of DDP do so without `convert_sync_batchnorm`.
+Report: https://github.com/LibreYOLO/libreyolo/pull/531, "Enable SyncBatchNorm for YOLO9 under DDP" (each rank's BatchNorm tracks
+its own shard). All versions of DDP do so without `convert_sync_batchnorm`.
 torch's own, in 2.13, and documented. It cannot be mended on CPUs, for which torch has no SyncBatchNorm. @FIGURE@
 """
 
@@ -15,7 +16,7 @@ from tests.audit.faults import Fault
 
 MESH = "dp=2"
 FAULT = Fault(
-    report="https://github.com/pytorch/pytorch/issues/62967",
+    report="https://github.com/LibreYOLO/libreyolo/pull/531",
     host="torch",
     versions="all",
     kind="output",

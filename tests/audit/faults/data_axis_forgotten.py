@@ -1,6 +1,7 @@
 """On a mesh of data and tensor axes only the tensor axis is set up: data ranks train apart.
 
-Report: https://github.com/NVIDIA-NeMo/Automodel/issues/1260. In torch it is a missing `fully_shard` or `replicate`.
+Report: https://github.com/huggingface/transformers/pull/48792, in a comment: with tensor parallelism the wrapper for data
+parallelism is left out, and plain parameters are averaged by nobody. In torch it is a missing `fully_shard` or `replicate`.
 A plant: our function lacks the call. @FIGURE@
 """
 
@@ -16,7 +17,7 @@ from tests.audit.faults.models import GPT, tensor_plan, tokens
 
 MESH = "dp=2,tp=2"
 FAULT = Fault(
-    report="https://github.com/NVIDIA-NeMo/Automodel/issues/1260",
+    report="https://github.com/huggingface/transformers/pull/48792",
     host="torch",
     versions="all",
     kind="gradient",

@@ -1,7 +1,8 @@
 """Experts, of which every rank has its own, have gradients that are also summed over ranks that all saw the same tokens.
 
-Report: https://github.com/pytorch/pytorch/issues/160285 (gradients of experts are exactly two times too large).
-A plant in plain torch. @FIGURE@
+Report: https://github.com/pytorch/torchtitan/pull/1551, "fix EP fsdp gradient divide factor", and
+https://github.com/NVIDIA/Megatron-LM/pull/5956, "Divide expert gradients by the expert-parallel size" (gradients of experts
+are as many times too large as there are ranks). A plant in plain torch, of both. @FIGURE@
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from tests.audit.faults.router_scores_partial import right as split_experts
 
 MESH = "tp=2"
 FAULT = Fault(
-    report="https://github.com/pytorch/pytorch/issues/160285",
-    host="torch",
-    versions="torch 2.8",
+    report="https://github.com/pytorch/torchtitan/pull/1551",
+    host="torchtitan",
+    versions="torchtitan before August 2025",
     kind="gradient",
     module="blocks.0.mlp.experts",
     line="all_reduce",

@@ -1,7 +1,7 @@
 """The first rank saves its own part of each tensor.
 
-Report: https://github.com/modelscope/twinkle/issues/116 (with experts over ranks only the first rank's are saved).
-A plant in plain torch. @FIGURE@
+Report: https://github.com/modelscope/twinkle/pull/116, "[Fix] EP+FSDP checkpoint save for MoE expert parameters" (the first
+rank's experts alone are saved). A plant in plain torch, of twinkle in March 2026. @FIGURE@
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from tests.audit.faults.models import GPT, tokens
 
 MESH = "fsdp=2"
 FAULT = Fault(
-    report="https://github.com/modelscope/twinkle/issues/116",
-    host="torch",
+    report="https://github.com/modelscope/twinkle/pull/116",
+    host="twinkle",
     versions="twinkle in March 2026",
     kind="save",
     module="embed",

@@ -1,7 +1,7 @@
 """Each expert is a unit of `fully_shard`, and ranks run other experts: the gather of one pairs with that of another.
 
 Report: https://github.com/pytorch/pytorch/issues/126616, "FSDP hangs when combing MoE architecture". It hangs if ranks run
-other numbers of experts; here they run one each, and compute with half of one and half of the other.
+other numbers of experts; here they run two each, and compute with half of one and half of another.
 torch's own, in 2.13, of every unit that not all ranks run. @FIGURE@
 """
 
@@ -51,9 +51,10 @@ def build() -> nn.Module:
 
 
 def batch(step: int) -> torch.Tensor:
-    """Return rows of which the first half takes expert 0 and the second half expert 3."""
+    """Return rows of which the first half takes experts 0 and 1, and the second half experts 2 and 3."""
     rows = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
-    rows[:, :2] = rows[:, :2].abs() * torch.tensor([-1.0] * 4 + [1.0] * 4).unsqueeze(1)
+    rows[:, 0] = rows[:, 0].abs() * torch.tensor([-1.0, 1.0] * 4)
+    rows[:, 1] = rows[:, 1].abs() * torch.tensor([-1.0] * 4 + [1.0] * 4)
     return rows
 
 

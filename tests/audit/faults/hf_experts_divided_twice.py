@@ -32,7 +32,9 @@ batch = text
 
 def shard(folder: str, mesh: DeviceMesh) -> nn.Module:
     size = mesh.size()
-    return from_folder("MixtralForCausalLM", folder, tp_size=1, fsdp_size=size, ep_size=size, experts_implementation="eager")
+    return from_folder(
+        "MixtralForCausalLM", folder, tp_size=1, fsdp_size=size, ep_size=size, experts_implementation="eager"
+    )
 
 
 def right(folder: str, mesh: DeviceMesh) -> nn.Module:

@@ -1,7 +1,8 @@
 """Code shards only where the shard axis has more than one rank, and reduces gradients there: replicas are never averaged.
 
-Report: https://github.com/verl-project/verl/issues/7493. In torch it is the mesh that `fully_shard` is given.
-A plant in plain torch, of verl's engine. @FIGURE@
+Report: https://github.com/verl-project/verl/issues/7493, "fsdp_size=1 on multiple GPUs silently disables gradient
+synchronization" (with torch's first FSDP). With `fully_shard` it is the mesh that it is given.
+A plant in plain torch, of verl in August 2026. @FIGURE@
 """
 
 from __future__ import annotations

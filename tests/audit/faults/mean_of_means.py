@@ -1,7 +1,7 @@
 """Each rank's loss is the mean over its own tokens, and DDP averages: ranks with few tokens count as much as others.
 
-Report: https://github.com/NVIDIA-NeMo/Automodel/pull/3830 and https://github.com/huggingface/transformers/issues/34191.
-All versions of DDP average over ranks. A plant: the loss is ours. @FIGURE@
+Report: https://github.com/huggingface/accelerate/pull/3193, "Give example on how to handle gradient accumulation with
+cross-entropy", and https://github.com/meta-pytorch/torchtune/pull/1917. All versions of DDP average over ranks. A plant: the loss is ours. @FIGURE@
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.audit.faults.models import GPT, tokens
 
 MESH = "dp=2"
 FAULT = Fault(
-    report="https://github.com/huggingface/transformers/issues/34191",
+    report="https://github.com/huggingface/accelerate/pull/3193",
     host="torch",
     versions="all",
     kind="loss",
@@ -32,7 +32,6 @@ build, batch = GPT, functools.partial(tokens, ragged=True)
 
 def shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     return DistributedDataParallel(model, process_group=mesh.get_group())
-
 
 
 def right(model: nn.Module, mesh: DeviceMesh) -> nn.Module:

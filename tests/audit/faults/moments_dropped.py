@@ -1,7 +1,7 @@
 """The optimizer's state is loaded by names that no longer fit, and what fits nothing is left out without a word.
 
-Report: https://github.com/areal-project/AReaL/issues/1468 ("loading silently dropped the optimizer moments").
-A plant in plain torch. @FIGURE@
+Report: https://github.com/huggingface/transformers/pull/48569, "Trainer: make checkpoints work under tensor parallelism" (the
+optimizer comes back with the wrong state without a word). A plant in plain torch, not of the same cause. @FIGURE@
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from tests.audit.faults.models import GPT, tokens
 
 MESH = "fsdp=2"
 FAULT = Fault(
-    report="https://github.com/areal-project/AReaL/issues/1468",
-    host="AReaL",
-    versions="AReaL in 2026",
+    report="https://github.com/huggingface/transformers/pull/48569",
+    host="torch",
+    versions="all, by hand",
     kind="load",
     module="embed",
     line="optimizer",

@@ -1,6 +1,7 @@
 """The norm that gradients are clipped to is that of each rank's own shards.
 
-Report: https://github.com/deepspeedai/DeepSpeed/issues/5411 (with tensor parallelism of four the norm is off by about two).
+Report: https://github.com/deepspeedai/DeepSpeed/pull/5411, "Fix a convergence issues in TP topology caused by incorrect
+grad_norm" (the norm counts the first rank's part).
 A plant in plain torch, of DeepSpeed 0.14. @FIGURE@
 """
 
@@ -17,7 +18,7 @@ from tests.audit.faults.models import GPT, clip_whole, tensor_plan, tokens
 
 MESH = "tp=2"
 FAULT = Fault(
-    report="https://github.com/deepspeedai/DeepSpeed/issues/5411",
+    report="https://github.com/deepspeedai/DeepSpeed/pull/5411",
     host="DeepSpeed",
     versions="DeepSpeed 0.14",
     kind="norm",

@@ -1,6 +1,7 @@
 """The vocabulary is padded to a multiple of the ranks, and the padding is saved.
 
-Report: https://github.com/hpcaitech/ColossalAI/issues/6167. A plant in plain torch, of ColossalAI 0.4. @FIGURE@
+Report: https://github.com/hpcaitech/ColossalAI/issues/6167, "Size Mismatch Issue When Loading Model Checkpoints Trained with
+Tensor Parallel if `vocab_size % tp_size != 0`". A plant in plain torch, of ColossalAI 0.4. @FIGURE@
 """
 
 from __future__ import annotations

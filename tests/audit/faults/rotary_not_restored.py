@@ -1,8 +1,8 @@
 """A model that was built on meta has its parameters from a checkpoint and its buffers from nowhere.
 
-Report: https://github.com/huggingface/transformers/issues/45902 (non-persistent `inv_freq` after `to_empty`). Zeros stand
-for what the allocator happens to return. All versions of `Module.to_empty` leave buffers so.
-A plant in plain torch, of transformers 5.0 with FSDP. @FIGURE@
+Report: https://github.com/hiyouga/LlamaFactory/pull/10820, "fix non-persistent buffer sync for init_on_rank0", and
+https://github.com/huggingface/transformers/issues/45902. Zeros stand for what the allocator happens to return. All versions
+of `Module.to_empty` leave buffers so. A plant in plain torch, of LlamaFactory in September 2026. @FIGURE@
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from tests.audit.faults.models import GPT, tokens
 
 MESH = "fsdp=2"
 FAULT = Fault(
-    report="https://github.com/huggingface/transformers/issues/45902",
-    host="transformers",
-    versions="transformers 5.0",
+    report="https://github.com/hiyouga/LlamaFactory/pull/10820",
+    host="LlamaFactory",
+    versions="LlamaFactory before September 2026",
     kind="values",
     module="rotary",
     line="to_empty",

@@ -1,7 +1,7 @@
 """Experts are split over ranks, and the gradient of their input is summed, but that of the routing scores is not.
 
-Report: https://github.com/pytorch/torchtitan/issues/4054 (before it #2416): the router's gate gets each rank's part of its
-gradient, the forward is right. A plant in plain torch, of torchtitan in 2026. @FIGURE@
+Report: https://github.com/pytorch/torchtitan/pull/4054 : without expert parallelism the gate gets a part of its
+gradient, the forward is right. A plant in plain torch, of torchtitan in August 2026. @FIGURE@
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from tests.audit.faults.models import GPT, Experts, add_over, copy_to, tensor_pl
 
 MESH = "tp=2"
 FAULT = Fault(
-    report="https://github.com/pytorch/torchtitan/issues/4054",
+    report="https://github.com/pytorch/torchtitan/pull/4054",
     host="torchtitan",
-    versions="torchtitan in 2026",
+    versions="torchtitan in August 2026",
     kind="gradient",
     module="blocks.1.mlp.experts",
     line="scores",

@@ -1,7 +1,7 @@
 """The bias of a row-parallel layer is added on every rank before the sum over ranks.
 
-Report: https://github.com/pytorch/torchtitan/issues/2106 (gpt-oss, whose experts have a bias after the second product).
-A plant in plain torch: code by hand with local tensors. @FIGURE@
+Report: https://github.com/pytorch/torchtitan/pull/4245, "[Bug][GPT-OSS][spmd_types] Grouped-expert output bias is multiplied
+by TP degree". A plant in plain torch, of torchtitan in August 2026: code by hand with local tensors. @FIGURE@
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from tests.audit.faults.models import GPT, add_over, copy_to, tensor_plan, token
 
 MESH = "tp=2"
 FAULT = Fault(
-    report="https://github.com/pytorch/torchtitan/issues/2106",
+    report="https://github.com/pytorch/torchtitan/pull/4245",
     host="torchtitan",
-    versions="torchtitan of December 2025",
+    versions="torchtitan in August 2026",
     kind="output",
     module="blocks.0.mlp.down",
     line="bias",

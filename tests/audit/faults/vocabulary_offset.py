@@ -1,7 +1,7 @@
 """A vocabulary-parallel embedding masks ids of other ranks, but looks up its own without taking off its first row.
 
-Report: https://github.com/hpcaitech/ColossalAI/issues/5110 (Gemini with tensor parallelism, vocabulary-parallel embedding).
-A plant in plain torch: ids are folded into the local rows. @FIGURE@
+Report: https://github.com/NVIDIA/Megatron-LM/issues/926, "VocabParallelEmbedding", which asks why the first row is taken off;
+https://github.com/hpcaitech/ColossalAI/issues/5110 is a run with such an embedding that became NaN. A plant in plain torch. @FIGURE@
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from tests.audit.faults.models import GPT, add_over, tensor_plan, tokens
 
 MESH = "tp=2"
 FAULT = Fault(
-    report="https://github.com/hpcaitech/ColossalAI/issues/5110",
-    host="ColossalAI",
-    versions="ColossalAI 0.3",
+    report="https://github.com/NVIDIA/Megatron-LM/issues/926",
+    host="Megatron-LM",
+    versions="none; by hand",
     kind="output",
     module="embed",
     line="embedding",
