@@ -16,7 +16,7 @@ from shardlib._mesh_shape import MeshShape
 from shardlib.errors import InputError, nearest
 from shardlib.testing.auditing.hosts import Host, host_of
 
-__all__ = ["RaisedAlone", "call_shard", "check_shard", "first_line", "save_checkpoint", "wants"]
+__all__ = ["RaisedAlone", "call_shard", "check_shard", "first_line", "modules_of", "save_checkpoint", "wants"]
 
 _MESHES = ("mesh", "device_mesh", "world_mesh")
 _FOLDERS = ("folder", "path", "checkpoint", "model_path", "checkpoint_path", "pretrained")
@@ -110,3 +110,9 @@ def first_line(error: BaseException) -> str:
     own = next((f for f in reversed(frames) if "shardlib" not in Path(f.filename).parts), None)
     where = f" ({Path(own.filename).name}, line {own.lineno})" if own else ""
     return f"{type(error).__name__}: {text}{where}"
+
+
+def modules_of(error: BaseException) -> list[nn.Module]:
+    """Return the modules whose methods an exception came through."""
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    return [owner for frame in frames if isinstance(owner := frame.f_locals.get("self"), nn.Module)]

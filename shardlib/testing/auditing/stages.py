@@ -29,7 +29,15 @@ from shardlib.errors import InputError
 from shardlib.testing import _carry
 from shardlib.testing.auditing import batches
 from shardlib.testing.auditing.advice import advice_on
-from shardlib.testing.auditing.foreign import RaisedAlone, call_shard, check_shard, first_line, save_checkpoint, wants
+from shardlib.testing.auditing.foreign import (
+    RaisedAlone,
+    call_shard,
+    check_shard,
+    first_line,
+    modules_of,
+    save_checkpoint,
+    wants,
+)
 from shardlib.testing.auditing.hosts import Host, NotOffered, NotReached
 from shardlib.testing.auditing.redirect import redirected
 from shardlib.testing.auditing.report import AuditReport, Check
@@ -39,6 +47,7 @@ from shardlib.testing.equivalence.case import Case
 from shardlib.testing.equivalence.compare import START, Key, Measured, Notes, limits, wrong
 from shardlib.testing.equivalence.locate import Origin, of_norm, of_passes, of_tensor, of_update, values_before
 from shardlib.testing.equivalence.report import differences
+from shardlib.testing.equivalence.trace import clean
 from shardlib.testing.equivalence.train import Run
 from shardlib.testing.equivalence.twins import Twins, single_device
 
@@ -193,7 +202,7 @@ class _Stages:
             if error is not None:
                 raise RaisedAlone(f"on rank {dist.get_rank()} alone: {first_line(error)}") from error
             raise
-        said = agree.exchange(None if error is None else first_line(error), self.control)
+        said = agree.exchange(None if error is None else self._told(error), self.control)
         if any(said):
             ranks = [rank for rank, text in enumerate(said) if text]
             where = "" if len(ranks) == len(said) else f"on rank {', '.join(map(str, ranks))} alone: "
@@ -201,6 +210,14 @@ class _Stages:
             yield Check(name, "raised", text, advice=self._advice(name, None, text))
         else:
             yield from found
+
+    def _told(self, error: BaseException) -> str:
+        """Describe an exception, with the innermost module that was running."""
+        running, named = modules_of(error), ()  # type: ignore[var-annotated]
+        if self.host is not None:
+            named = tuple(clean(name) for name, m in self.sharded.module.named_modules() if m in running and name)
+        inner = max(named, key=len, default="")
+        return f"{first_line(error)}{f', in {inner}' if inner else ''}"
 
     # Sharding
 
@@ -602,7 +619,8 @@ class _Stages:
         folder.mkdir(exist_ok=True)
         save, load = self.functions["save"], self.functions["load"]
         if save is None:
-            self._by_host(self.host.saves, lambda: self.host.save(folder))
+            host = self.host
+            self._by_host(host.saves, lambda: host.save(folder))
         else:
             save(self.host.returned, str(folder))
         dist.barrier()
@@ -727,8 +745,6 @@ def _of_replicas(measured: Measured) -> Check:
 
 def _names_of(model: nn.Module) -> dict[str, int]:
     """Return the name of every parameter and buffer, tied ones too, with a number for each tensor."""
-    from shardlib.testing.equivalence.trace import clean
-
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     return {clean(name): id(tensor) for name, tensor in tensors}
 
