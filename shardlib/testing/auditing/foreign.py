@@ -105,7 +105,8 @@ def first_line(error: BaseException) -> str:
     """Return an exception's type, the first line of its message, and the user's line that led there."""
     if isinstance(error, RaisedAlone):
         return str(error)
-    text = (str(error).strip().splitlines() or [""])[0]
+    lines = [line.strip() for line in str(error).strip().splitlines()] or [""]
+    text = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "site-packages" not in f.filename]
     own = next((f for f in reversed(frames) if "shardlib" not in Path(f.filename).parts), None)
     where = f" ({Path(own.filename).name}, line {own.lineno})" if own else ""

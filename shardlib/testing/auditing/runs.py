@@ -194,6 +194,12 @@ def _together(*of_ranks: Any) -> Any:
     return torch.cat(of_ranks) if of_ranks[0].ndim else torch.stack(of_ranks).mean()
 
 
+def _nth(optimizer: torch.optim.Optimizer, param: torch.Tensor, names: list[str]) -> str:
+    """Return the name of a parameter by its place among those of the optimizer, which has all of them in order."""
+    every = [id(p) for group in optimizer.param_groups for p in group["params"]]
+    return names[every.index(id(param))] if len(every) == len(names) else "the first"
+
+
 class StaleOptimizer(Exception):
     """An optimizer of parameters that are not the model's."""
 
@@ -215,8 +221,8 @@ def remade(host: Host, sharded: HostRun, single: nn.Module) -> torch.optim.Optim
         strange = [p for p in group["params"] if id(p) not in names]
         if strange:
             raise StaleOptimizer(
-                f"{len(strange)} parameters of the optimizer are not the sharded model's: it was made before sharding, "
-                "and steps tensors that nothing computes with"
+                f"{len(strange)} parameters of the optimizer, such as {_nth(inner, strange[0], list(mine))}, are not "
+                "the sharded model's: it was made before sharding, and steps tensors that nothing computes with"
             )
         rest = {key: value for key, value in group.items() if key != "params"}
         groups.append({**rest, "params": [mine[names[id(p)]] for p in group["params"]]})

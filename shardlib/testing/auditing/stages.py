@@ -213,9 +213,9 @@ class _Stages:
 
     def _told(self, error: BaseException) -> str:
         """Describe an exception, with the innermost module that was running."""
-        running, named = modules_of(error), ()  # type: ignore[var-annotated]
-        if self.host is not None:
-            named = tuple(clean(name) for name, m in self.sharded.module.named_modules() if m in running and name)
+        running = modules_of(error)
+        modules = () if self.host is None else self.sharded.module.named_modules()
+        named = [clean(name) for name, module in modules if module in running and name]
         inner = max(named, key=len, default="")
         return f"{first_line(error)}{f', in {inner}' if inner else ''}"
 
@@ -232,6 +232,7 @@ class _Stages:
             dist.barrier()
         _torch.seed_all(self.subject.seed)
         host = call_shard(self.functions["shard"], given, self.subject.mesh, folder)
+        self.random = torch.get_rng_state()
         self.stack.enter_context(taken_for_model_axes(_axes_of(host)))
         self.sharded = HostRun(self.case, host, self.rank_coordinate, self.functions["clip"])
         try:
@@ -469,7 +470,7 @@ class _Stages:
             return check
         both = self._twins(case)
         origin = of_passes(both, measured, failed) if passes else locate(both, failed[0], measured) if locate else None
-        return dataclasses.replace(check, origin=origin, advice=self._advice(name, origin))
+        return dataclasses.replace(check, origin=origin, advice=self._advice(name, origin, check.said))
 
     def _check(
         self,
@@ -599,6 +600,7 @@ class _Stages:
         with torch.no_grad():
             alone = generate(self.single, ids)
             draws = not torch.equal(alone, generate(self.single, ids))
+            torch.set_rng_state(self.random)
             here = generate(self.sharded.module if own is None else self.sharded.host.returned, ids)
         self.single.train()
         self.sharded.module.train()
