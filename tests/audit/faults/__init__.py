@@ -1,4 +1,4 @@
-"""Public faults of sharded training, each small enough to run on two or four CPU ranks: what `shardlib audit` is tried on.
+"""Public faults of sharded training, small enough to run on two or four CPU ranks, on which `shardlib audit` is tried.
 
 A file of this folder is a case. It has
 
@@ -8,14 +8,16 @@ A file of this folder is a case. It has
 - `shard(model, mesh)`: the faulty sharding. It returns the model, or a tuple with what else trains it. Its first
   parameter is called `folder` where the library loads from a checkpoint.
 
-It may have
+It may have what follows; `parts` is what `shard` returned.
 
-- `right(model, mesh)`: the same sharding without the fault, where the mistake is in our code,
-- `loss(model, batch)`, `optimizer(params)`, `split(batch, index, count)`: as for `shardlib.testing.equivalent`,
-- `clip(model)`: the user's or library's own clipping, which returns the norm; `clip_right(model)` is the mended one,
-- `accumulate(model, losses)`: the user's way to run several backward passes in a step; `accumulate_right` is the mended one,
-- `save(model, folder)`: what the user calls to save; `load(folder)` returns the state dict that one device reads. The
-  mended one is `save_right`.
+- `right(model, mesh)`: the same sharding without the fault, where that is ours to mend,
+- `optimizer(params)`: the user's optimizer; it is that of the single device too,
+- `clip(model)`: the user's own clipping, which returns the norm; `clip_right(model)` is the mended one,
+- `accumulate(parts, batches)`: the user's way to run the backward passes of a step; `accumulate_right` is mended,
+- `save(parts, folder)`: the user's way to save; `save_right` is mended,
+- `load(folder)`: the state dict that one device reads; by default that of `from_pretrained`,
+- `resume(parts, folder)`: the user's way to load on the same mesh; `resume_right` is mended,
+- `generate(model, ids)`: what the user calls to generate.
 """
 
 from __future__ import annotations
@@ -35,11 +37,11 @@ class Fault:
     """A public fault, and what an audit should say of it.
 
     Attributes:
-        report: the address of the public report.
+        report: the address of the public report, or of the nearest one; the docstring of the case says which.
         host: the library in which it was reported or whose interface is misused.
         versions: the versions that have it, as far as the report and a run here say.
-        kind: what differs first: "values", "output", "loss", "gradient", "norm", "two passes", "state", "parameter",
-            "evaluation", "generate", "save", "load", "error" or "hang".
+        kind: what differs first: "values", "output", "loss", "gradient", "norm", "two passes", "one token",
+            "parameter", "generate", "save", "load" or "error".
         module: the module that is named; "" is the model itself.
         line: a word of the line of the interface that decides it.
         own: True if the installed version of the library has the fault itself; False if our code re-creates it.

@@ -1,7 +1,7 @@
 """The loop divides its loss by the number of passes of a step, and `accelerator.backward` divides it again.
 
-Report: https://github.com/huggingface/accelerate/issues/3533, "double divide gradient_accumulation_steps".
-All versions of Accelerate divide. A plant: the loop is ours. @FIGURE@
+Report: https://github.com/huggingface/accelerate/issues/3533, "double divide gradient_accumulation_steps". All
+versions of Accelerate divide. A plant: the loop is ours. Gradients of a step of two passes are half of one device's.
 """
 
 from __future__ import annotations

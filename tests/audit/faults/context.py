@@ -1,4 +1,4 @@
-"""Context parallelism by hand: each rank has a part of the sequence, and gathers keys and values. Cases alter a part."""
+"""Context parallelism by hand: each rank has a part of the sequence, and gathers keys and values."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 
-from tests.audit.faults.models import Attention, add_over
+from tests.audit.faults.models import add_over
 
 __all__ = ["mean_of_all", "positions_of_all", "shifted_labels", "split_sequence"]
 
@@ -37,7 +37,7 @@ def mean_of_all(logits: torch.Tensor, labels: torch.Tensor, every: torch.Tensor,
 
 
 def split_sequence(
-    model: nn.Module,
+    model: Any,
     mesh: DeviceMesh,
     *,
     positions: Positions = positions_of_all,
@@ -46,7 +46,7 @@ def split_sequence(
 ) -> nn.Module:
     """Have a `GPT` run on this rank's part of the sequence, and sum the gradients of parameters over ranks."""
     rank, size, group, inner = mesh.get_local_rank(), mesh.size(), mesh.get_group(), model.forward
-    for block in model.blocks:  # type: ignore[union-attr]
+    for block in model.blocks:
         _gather_keys(block.attn, rank, group)
     for p in model.parameters():
         p.register_hook(lambda grad: _summed(grad, group))
@@ -56,18 +56,18 @@ def split_sequence(
         logits = inner(ids, positions=positions(rank, ids.shape[1]))
         return {"loss": loss(logits, labels_of(input_ids, labels, rank, size), labels, group), "logits": logits}
 
-    model.forward = forward  # type: ignore[method-assign, assignment]
+    model.forward = forward
     return model
 
 
-def _gather_keys(attn: Attention, rank: int, group: Any) -> None:
+def _gather_keys(attn: Any, rank: int, group: Any) -> None:
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         k, v = _Gather.apply(k, group), _Gather.apply(v, group)
         first, length = rank * q.shape[2], k.shape[2]
         mask = torch.arange(first, first + q.shape[2]).unsqueeze(1) >= torch.arange(length)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
-    attn.attend = attend  # type: ignore[method-assign]
+    attn.attend = attend
 
 
 def _summed(grad: torch.Tensor, group: Any) -> torch.Tensor:
@@ -80,13 +80,13 @@ class _Gather(torch.autograd.Function):
     """Joins the parts of the sequence (dim 2); the gradient is the sum of what ranks have of a part."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
         ctx.group = group
         parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size(group))]
         dist.all_gather(parts, x.contiguous(), group=group)
         return torch.cat(parts, 2)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
         size, rank = dist.get_world_size(ctx.group), dist.get_rank(ctx.group)
         return _summed(grad, ctx.group).chunk(size, 2)[rank], None

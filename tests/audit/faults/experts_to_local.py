@@ -1,13 +1,15 @@
-"""Experts of which every rank has a part take local tensors out of a replicated DTensor, without the layout of the gradient.
+"""Experts that are split over ranks take a local tensor of their input, without the layout of its gradient.
 
-Report: https://github.com/pytorch/torchtitan/issues/1805, "TP gradient update is wrong during MoE backward"; `to_local` of
-every torch takes the gradient for a replicated one unless `grad_placements` says that it is a partial sum.
-A plant in plain torch, of torchtitan before October 2025. @FIGURE@
+Report: https://github.com/pytorch/torchtitan/issues/1805, "TP gradient update is wrong during MoE backward";
+`to_local` of every torch takes the gradient for a replicated one unless `grad_placements` says that it is a partial
+sum. A plant in plain torch, of torchtitan before October 2025. The gradient that the last experts pass on is off by
+0.92 of its largest value.
 """
 
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -16,7 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import parallelize_module
 
 from tests.audit.faults import Fault
-from tests.audit.faults.models import GPT, Experts, add_over, tensor_plan, tokens
+from tests.audit.faults.models import GPT, add_over, tensor_plan, tokens
 
 MESH = "tp=2"
 FAULT = Fault(
@@ -30,18 +32,18 @@ FAULT = Fault(
 build, batch = functools.partial(GPT, experts=4), tokens
 
 
-def shard(model: nn.Module, mesh: DeviceMesh, partial: bool = False) -> nn.Module:
+def shard(model: Any, mesh: DeviceMesh, partial: bool = False) -> nn.Module:
     plan = {name: style for name, style in tensor_plan().items() if ".mlp." not in name}
-    for block in model.blocks:  # type: ignore[union-attr]
+    for block in model.blocks:
         _split(block.mlp.experts, mesh, partial)
     return parallelize_module(model, mesh, plan)
 
 
-def right(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+def right(model: Any, mesh: DeviceMesh) -> nn.Module:
     return shard(model, mesh, partial=True)
 
 
-def _split(experts: Experts, mesh: DeviceMesh, partial: bool) -> None:
+def _split(experts: Any, mesh: DeviceMesh, partial: bool) -> None:
     """Split the hidden dim of each expert over ranks."""
     experts.up = nn.Parameter(distribute_tensor(experts.up.detach(), mesh, [Shard(2)]))
     experts.down = nn.Parameter(distribute_tensor(experts.down.detach(), mesh, [Shard(1)]))
@@ -51,7 +53,7 @@ def _split(experts: Experts, mesh: DeviceMesh, partial: bool) -> None:
         x, scores = (
             DTensor.from_local(each, mesh, [Replicate()], run_check=False).to_local(**to_local) for each in (x, scores)
         )
-        y = experts.of(x, scores, experts.up.to_local(), experts.down.to_local())  # type: ignore[attr-defined]
+        y = experts.of(x, scores, experts.up.to_local(), experts.down.to_local())
         return add_over(y, mesh.get_group())
 
-    experts.forward = forward  # type: ignore[method-assign]
+    experts.forward = forward

@@ -1,8 +1,8 @@
 """Each expert is a unit of `fully_shard`, and ranks run other experts: the gather of one pairs with that of another.
 
-Report: https://github.com/pytorch/pytorch/issues/126616, "FSDP hangs when combing MoE architecture". It hangs if ranks run
-other numbers of experts; here they run two each, and compute with half of one and half of another.
-torch's own, in 2.13, of every unit that not all ranks run. @FIGURE@
+Report: https://github.com/pytorch/pytorch/issues/126616, "FSDP hangs when combing MoE architecture". It hangs if
+ranks run other numbers of experts; here they run two each, and compute with half of one and half of another. torch's
+own, in 2.13, of every unit that not all ranks run. What an expert returns is off by 1.58 of its largest value.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ def batch(step: int) -> torch.Tensor:
     return rows
 
 
-def shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    for expert in model.experts:  # type: ignore[union-attr]
+def shard(model: Any, mesh: DeviceMesh) -> nn.Module:
+    for expert in model.experts:
         fully_shard(expert, mesh=mesh)
-    return fully_shard(model, mesh=mesh)  # type: ignore[return-value]
+    return fully_shard(model, mesh=mesh)
 
 
-def right(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+def right(model: Any, mesh: DeviceMesh) -> nn.Module:
     """Make one unit of all experts, and have each rank reduce the gradients of those that it did not use."""
     made: Any = fully_shard(model, mesh=mesh)
     made.set_reduce_scatter_unused_params(True)

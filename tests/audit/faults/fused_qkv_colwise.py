@@ -1,8 +1,9 @@
-"""A fused projection of q, k and v is split as one dim, so that a rank gets rows of q and k and reads them as q, k and v.
+"""A fused projection of q, k and v is split as one dim: a rank gets q and half of k, and reads q, k and v.
 
 Report: https://github.com/pytorch/pytorch/issues/140069, "DTensor support for fused qkv matmul", and
-https://github.com/NVIDIA-NeMo/Automodel/pull/1324 (silently incorrect results). `ColwiseParallel` knows no parts of a dim in
-any version. A plant: the plan is ours. @FIGURE@
+https://github.com/NVIDIA-NeMo/Automodel/pull/1324 (silently incorrect results). `ColwiseParallel` knows no parts of a
+dim in any version. A plant: the plan is ours. What attention gives its projection is off by 1.25 of its largest
+value.
 """
 
 from __future__ import annotations

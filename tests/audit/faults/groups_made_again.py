@@ -1,10 +1,14 @@
-"""After sharding, the optimizer is made again from its defaults and all parameters: groups without weight decay are lost.
+"""After sharding, the optimizer is made again from all parameters: groups without weight decay are lost.
 
-Report: https://github.com/mosaicml/composer/issues/3493, "FSDP Wrapping Alters Optimizer's Parameter Tracking Behavior".
-A plant in plain torch, of what composer 0.23 and ColossalAI's TorchFSDPPlugin do. @FIGURE@
+Report: https://github.com/mosaicml/composer/issues/3493, "FSDP Wrapping Alters Optimizer's Parameter Tracking
+Behavior". A plant in plain torch, of what composer 0.23 and ColossalAI's TorchFSDPPlugin do. Five weights of norms
+are off by 0.005 of their largest value after a step.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -26,21 +30,21 @@ FAULT = Fault(
 build, batch = GPT, tokens
 
 
-def optimizer(params: object) -> torch.optim.Optimizer:
+def optimizer(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     """AdamW as a user writes it: norms, of one dim, do not decay."""
-    every = list(params)  # type: ignore[call-overload]
-    decayed = {"params": [p for p in every if p.ndim > 1]}
-    kept = {"params": [p for p in every if p.ndim == 1], "weight_decay": 0.0}
+    every = list(params)
+    decayed: dict[str, Any] = {"params": [p for p in every if p.ndim > 1]}
+    kept: dict[str, Any] = {"params": [p for p in every if p.ndim == 1], "weight_decay": 0.0}
     return torch.optim.AdamW([decayed, kept], lr=1e-2, eps=1e-5, weight_decay=0.5)
 
 
-def shard(model: nn.Module, mesh: DeviceMesh) -> tuple[nn.Module, torch.optim.Optimizer]:
-    asked = optimizer(model.parameters())
+def shard(model: Any, mesh: DeviceMesh) -> tuple[nn.Module, torch.optim.Optimizer]:
+    asked: Any = optimizer(model.parameters())
     fully_shard(model, mesh=mesh)
-    asked.__init__(model.parameters(), lr=1e-2, eps=1e-5, weight_decay=0.5)  # type: ignore[misc]
+    asked.__init__(model.parameters(), lr=1e-2, eps=1e-5, weight_decay=0.5)
     return model, asked
 
 
-def right(model: nn.Module, mesh: DeviceMesh) -> tuple[nn.Module, torch.optim.Optimizer]:
+def right(model: Any, mesh: DeviceMesh) -> tuple[nn.Module, torch.optim.Optimizer]:
     fully_shard(model, mesh=mesh)
     return model, optimizer(model.parameters())

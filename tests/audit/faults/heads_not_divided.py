@@ -1,10 +1,13 @@
 """Heads are counted for all ranks, and a rank reads its few features as as many smaller heads.
 
-Report: https://github.com/NVIDIA-NeMo/Automodel/pull/1519, "fix: TP paralellizer with replicated qkvs" (counts of heads that do
-not fit what is split; there it raises). A plant in plain torch: the reshape has room for either. @FIGURE@
+Report: https://github.com/NVIDIA-NeMo/Automodel/pull/1519, "fix: TP paralellizer with replicated qkvs" (counts of
+heads that do not fit what is split; there it raises). A plant in plain torch: the reshape has room for either. What
+attention gives its projection is off by 0.07 of its largest value.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -53,11 +56,11 @@ def batch(step: int) -> torch.Tensor:
     return torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(step))
 
 
-def shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+def shard(model: Any, mesh: DeviceMesh) -> nn.Module:
     plan = {f"attn.{name}": ColwiseParallel() for name in "qkv"}
     return parallelize_module(model, mesh, {**plan, "attn.proj": RowwiseParallel()})
 
 
-def right(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    model.attn.heads //= mesh.size()  # type: ignore[operator, union-attr, assignment]
+def right(model: Any, mesh: DeviceMesh) -> nn.Module:
+    model.attn.heads //= mesh.size()
     return shard(model, mesh)

@@ -1,9 +1,11 @@
-"""With a group of one rank for the experts' shards, the gradients of experts are divided by the number of data ranks twice.
+"""Where experts' shards are on one rank, their gradients are divided by the number of data ranks twice.
 
-FSDP2 divides by `set_gradient_divide_factor` before the collective and again where it leaves the collective out, if the
-gradients are float16 or float64; float32 and bfloat16 are right. transformers notes the double division for forced sums in
-https://github.com/huggingface/transformers/pull/48792, "Add Expert parallel"; the path of one rank is also that of
-https://github.com/pytorch/pytorch/issues/195732. torch's own, in 2.13, through transformers 5.23. @FIGURE@
+FSDP2 divides by `set_gradient_divide_factor` before the collective and again where it leaves the collective out, if
+the gradients are float16 or float64; float32 and bfloat16 are right.
+
+Report: none was found of the values. https://github.com/huggingface/transformers/pull/48792, "Add Expert parallel",
+has the divisor; https://github.com/pytorch/pytorch/issues/195732 is about the memory of the same division. torch's
+own, in 2.13, through transformers 5.23. The gradients of experts are half of one device's.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """There are fewer heads of keys than ranks, and a rank gets a part of a head.
 
 Report: https://github.com/huggingface/transformers/issues/48307, "Native TP has no KV-head replication: tp_size >
-num_key_value_heads fails mid-forward". transformers' own, in 5.23. @FIGURE@
+num_key_value_heads fails mid-forward". transformers' own, in 5.23. The forward raises "shape '[4, 10, -1, 8]' is
+invalid for input of size 160".
 """
 
 from __future__ import annotations

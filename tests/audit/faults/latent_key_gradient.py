@@ -1,10 +1,13 @@
 """The part of a key that all heads share is used by each rank's heads, and its gradient is not summed over ranks.
 
-Report: https://github.com/pytorch/torchtitan/pull/1373 (the `k_pe` of DeepSeek-V3, seen after a thousand steps).
-A plant in plain torch, of torchtitan in July 2025. @FIGURE@
+Report: https://github.com/pytorch/torchtitan/pull/1373 (the `k_pe` of DeepSeek-V3, seen after a thousand steps). A
+plant in plain torch, of torchtitan in July 2025. The gradient that attention passes on is off by 0.016 of its largest
+value.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -66,11 +69,11 @@ def batch(step: int) -> torch.Tensor:
     return torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(step))
 
 
-def shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+def shard(model: Any, mesh: DeviceMesh) -> nn.Module:
     plan = {f"attn.{name}": ColwiseParallel() for name in "qkv"}
     return parallelize_module(model, mesh, {**plan, "attn.proj": RowwiseParallel(output_layouts=Replicate())})
 
 
-def right(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    model.attn.to_heads = lambda shared: copy_to(shared, mesh.get_group())  # type: ignore[union-attr]
+def right(model: Any, mesh: DeviceMesh) -> nn.Module:
+    model.attn.to_heads = lambda shared: copy_to(shared, mesh.get_group())
     return shard(model, mesh)

@@ -1,8 +1,9 @@
 """Clipping by Fabric fails on a tensor-parallel model, some of whose parameters are plain tensors.
 
-Report: https://github.com/meta-pytorch/torchtune/issues/2420, "`clip_grad_norm` does not work with Tensor Parallelism";
-torch's `clip_grad_norm_` takes no mixture of DTensors and plain tensors, or of two meshes.
-Lightning's own, in 2.6, with every plan that leaves norms out. @FIGURE@
+Report: https://github.com/meta-pytorch/torchtune/issues/2420, "`clip_grad_norm` does not work with Tensor
+Parallelism"; torch's `clip_grad_norm_` takes no mixture of DTensors and plain tensors, or of two meshes. Lightning's
+own, in 2.6, with every plan that leaves norms out. `fabric.clip_gradients` raises "aten._foreach_norm.Scalar got
+mixed torch.Tensor and DTensor".
 """
 
 from __future__ import annotations

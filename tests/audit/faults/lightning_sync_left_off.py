@@ -1,9 +1,10 @@
 """`fabric.no_backward_sync(model, enabled=False)` turns the synchronisation of gradients off when it ends.
 
-A loop writes `enabled=is_accumulating`, so the last pass of a step ends with it: each backward pass after that which is not
-in the block, for a second loss or in code that someone else wrote, leaves gradients unreduced.
+A loop writes `enabled=is_accumulating`, so the last pass of a step ends with it: each backward pass after that which
+is not in the block, for a second loss or in code that someone else wrote, leaves gradients unreduced.
+
 Report: none was found; https://github.com/Lightning-AI/pytorch-lightning/pull/19577 passes `enabled` to the strategy.
-Lightning's own, in 2.6. @FIGURE@
+Lightning's own, in 2.6. All 21 gradients are None.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ FAULT = Fault(
 build, batch = GPT, tokens
 
 
-def shard(model: nn.Module, mesh: DeviceMesh, warm: bool = True) -> tuple[Any, ...]:
+def shard(model: Any, mesh: DeviceMesh, warm: bool = True) -> tuple[Any, ...]:
     from lightning.fabric import Fabric
     from lightning.fabric.strategies import ModelParallelStrategy
 
@@ -41,7 +42,7 @@ def shard(model: nn.Module, mesh: DeviceMesh, warm: bool = True) -> tuple[Any, .
     fabric = Fabric(accelerator="cpu", devices=mesh.size(), strategy=strategy)
     fabric.launch()
     made = fabric.setup(model)
-    optimizer = fabric.setup_optimizers(torch.optim.AdamW(made.parameters(), lr=1e-2, eps=1e-5))
+    optimizer: Any = fabric.setup_optimizers(torch.optim.AdamW(made.parameters(), lr=1e-2, eps=1e-5))
     if warm:
         with fabric.no_backward_sync(made, enabled=False):  # the last pass of a step
             fabric.backward(made(**tokens(99))["loss"])
@@ -49,9 +50,9 @@ def shard(model: nn.Module, mesh: DeviceMesh, warm: bool = True) -> tuple[Any, .
     return fabric, made, optimizer
 
 
-def right(model: nn.Module, mesh: DeviceMesh) -> tuple[Any, ...]:
+def right(model: Any, mesh: DeviceMesh) -> tuple[Any, ...]:
     return shard(model, mesh, warm=False)
 
 
-def _parallelize(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    return fully_shard(model, mesh=mesh["data_parallel"])  # type: ignore[return-value]
+def _parallelize(model: Any, mesh: DeviceMesh) -> nn.Module:
+    return fully_shard(model, mesh=mesh["data_parallel"])

@@ -29,7 +29,7 @@ _SIZES = {
 
 
 def make(model: str, *, attention: str = "eager", **settings: Any) -> nn.Module:
-    """Return a small model of a class of transformers; no parameter begins at zero or one, which would hide mistakes."""
+    """Return a small model of a class of transformers, with all parameters off zeros and ones, which hide mistakes."""
     import transformers
 
     cls = getattr(transformers, model)
