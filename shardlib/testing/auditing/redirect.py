@@ -180,13 +180,12 @@ def _policy_init(original: Original, mode: Redirected) -> Original:
     return __init__
 
 
-def _autocast_enter(original: Original, mode: Redirected) -> Original:
-    def __enter__(self: torch.autocast) -> Any:
+def _autocast_init(original: Original, mode: Redirected) -> Original:
+    def __init__(self: torch.autocast, device_type: str, *args: Any, **kwargs: Any) -> None:
         mode.note("autocast: everything is computed in float64")
-        self._enabled = False
-        return original(self)
+        original(self, "cpu", enabled=False)
 
-    return __enter__
+    return __init__
 
 
 def _nothing(_original: Original, _mode: Redirected) -> Original:
@@ -207,7 +206,7 @@ _REPLACED: tuple[tuple[Any, str, Callable[[Original, Redirected], Original]], ..
     (dist, "new_group", _new_group),
     (DeviceMesh, "__init__", _mesh_init),
     (MixedPrecisionPolicy, "__init__", _policy_init),
-    (torch.autocast, "__enter__", _autocast_enter),
+    (torch.autocast, "__init__", _autocast_init),
     (torch.cuda, "set_device", _nothing),
     (torch.cuda, "synchronize", _nothing),
     (torch.cuda, "empty_cache", _nothing),
