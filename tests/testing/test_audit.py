@@ -23,6 +23,7 @@ from shardlib.testing.auditing import advice, batches
 from shardlib.testing.auditing.foreign import wants
 from shardlib.testing.auditing.redirect import redirected
 from tests.audit import faults
+from tests.house.source import ROOT
 
 # One of each kind; the others are deep.
 USUAL = [
@@ -48,6 +49,12 @@ def test_most_faults_are_found_and_placed_as_the_page_says():
     assert sorted(known) == faults.cases()
     assert sum(each.found for each in known.values()) >= 27
     assert sum(each.placed for each in known.values()) >= 24
+
+
+def test_the_page_has_the_results():
+    page = (ROOT / "docs" / "audit.md").read_text(encoding="utf-8")
+    known = runner.read()
+    assert runner.table([known[name] for name in faults.cases()]) in page
 
 
 # --- the report -----------------------------------------------------------------------------------------------------
