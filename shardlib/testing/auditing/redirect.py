@@ -3,8 +3,8 @@ changed."""
 
 from __future__ import annotations
 
+import inspect
 import re
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import FrameType
@@ -55,7 +55,7 @@ class Redirected(TorchFunctionMode):
             return self._undropped(func, args, kwargs)
         if func is torch.device:
             made = func(*args, **kwargs)
-            return made if _is_torch(sys._getframe(1)) else self._device(made)
+            return made if _is_torch(inspect.currentframe()) else self._device(made)
         if func is torch.Tensor.to:
             args = (args[0], *(self._device(self._argument(arg)) for arg in args[1:]))
         else:
@@ -107,9 +107,10 @@ class Redirected(TorchFunctionMode):
         self.note("dropout is off: ranks that draw other masks than one device are no mistake of the sharding")
 
 
-def _is_torch(frame: FrameType) -> bool:
-    """Return whether code of torch runs in a frame: it names accelerators that it does not use."""
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0] == "torch"
+def _is_torch(current: FrameType | None) -> bool:
+    """Return whether code of torch called a frame: it names accelerators that it does not use."""
+    frame = None if current is None else current.f_back
+    return frame is not None and str(frame.f_globals.get("__name__", "")).partition(".")[0] == "torch"
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""What an audit compares on each rank, one stage after another, and the verdicts."""
+"""Stages of an audit: what each rank compares, one after another, and the verdicts."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ _APART = 5.0  # seconds that a rank which raised waits for the others to come to
 
 @dataclass(frozen=True)
 class Subject:
-    """What is audited, apart from its functions."""
+    """Arguments of an audit, apart from its functions."""
 
     mesh: MeshShape
     steps: int = 2
@@ -89,7 +89,7 @@ def _unused(_model: nn.Module, _mesh: Any) -> nn.Module:
 
 @dataclass
 class Journal:
-    """What the first rank has compared so far, in a file, for the process that waits for it."""
+    """Record of what the first rank has compared, in a file, for the process that waits for it."""
 
     folder: Path
     checks: list[Check] = field(default_factory=list)
