@@ -6,10 +6,13 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from tests.audit.rightly import Case, prove
-from tests.audit.rightly.torch_models import CASES as TORCH
+from tests.audit.rightly import Case, accelerate_models, prove, torch_models, transformers_models
 
-TABLES = {"torch": TORCH}
+TABLES = {
+    "torch": torch_models.CASES,
+    "transformers": transformers_models.CASES,
+    "accelerate": accelerate_models.CASES,
+}
 
 
 def _one_of_each_kind(cases: Sequence[Case]) -> Iterator[object]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import inspect
 import shutil
@@ -20,6 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardlib._mesh_shape import MeshShape
+from shardlib.axes import register_axis
 from shardlib.testing import Report, equivalent, shared_pool
 
 __all__ = ["Case", "prove", "reset_accelerate"]
@@ -68,6 +68,7 @@ def prove(case: Case, steps: int = 2, timeout: float = 120.0) -> Report:
 
 def _prove_here(case: Case, steps: int) -> Report:
     reset_accelerate()
+    register_axis("dp_shard_cp", kind="data")  # Accelerate's name for the axis of its shards
     with case.context():
         return equivalent(
             case.build, case.batch, case.mesh, shard=functools.partial(_sharded, case), loss=case.loss,
@@ -81,13 +82,23 @@ def _sharded(case: Case, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
             made = case.shard(folder, mesh)
     else:
         made = case.shard(model, mesh)
-    return made[0] if isinstance(made, tuple) else made  # type: ignore[no-any-return]
+    sharded: nn.Module = made[0] if isinstance(made, tuple) else made
+    if case.takes_folder:
+        _widen_buffers(sharded, next(model.parameters()).dtype)
+    return sharded
+
+
+def _widen_buffers(model: nn.Module, dtype: torch.dtype) -> None:
+    """Convert buffers that no checkpoint has: a model that is loaded in float64 computes them anew, in float32."""
+    for buffer in model.buffers():
+        if buffer.is_floating_point():
+            buffer.data = buffer.data.to(dtype)
 
 
 @contextlib.contextmanager
 def _saved(model: Any) -> Any:
     """Save a model of transformers where all ranks find it."""
-    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    folder: list[Any] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(folder)
     if dist.get_rank() == 0:
         model.save_pretrained(folder[0])

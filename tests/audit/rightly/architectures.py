@@ -318,7 +318,9 @@ class Bag(nn.Module):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.embed(ids)
-        return self.head(x + self.blocks[0](x))
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
 
 
 class Twins(nn.Module):

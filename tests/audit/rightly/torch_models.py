@@ -90,17 +90,20 @@ def by_ddp(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 def by_fsdp(model: nn.Module, mesh: DeviceMesh, *, reshard: bool = True) -> nn.Module:
     for block in getattr(model, "blocks", ()):
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
-    return fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
+    return model
 
 
 def by_one_unit(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    return fully_shard(model, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
 
 
 def by_replicate(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     for block in getattr(model, "blocks", ()):
         replicate(block, mesh=mesh)
-    return replicate(model, mesh=mesh)  # type: ignore[no-any-return]
+    replicate(model, mesh=mesh)
+    return model
 
 
 def by_plan(model: nn.Module, mesh: DeviceMesh, *, name: str) -> nn.Module:
