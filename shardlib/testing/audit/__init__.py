@@ -1,0 +1,1 @@
+"""Audits of models that other code has sharded."""
