@@ -36,7 +36,8 @@ class Call(NamedTuple):
 
     Attributes:
         op, args, kwargs, result: the call.
-        collective: the record that the op has left, if it is a collective of several ranks.
+        ranks: the ranks of a collective; of any other op, and of one rank alone, none.
+        collective: the record that it has left.
         flops: the floating-point operations that it counts for.
         place: returns the module and the phase that it belongs to.
     """
@@ -45,6 +46,7 @@ class Call(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     result: Any
+    ranks: tuple[int, ...]
     collective: Recorded | None
     flops: int
     place: Callable[[], tuple[str, RunPhase]]
@@ -131,16 +133,19 @@ class _Recorder(TorchDispatchMode):
         self.note_gathered()
         result = func(*args, **(kwargs or {}))
         kind = _kind_of(func)
+        ranks: tuple[int, ...] = ()
         recorded = None
         if kind is not None:
-            recorded = self._record(kind, {**_torch.named_arguments(func, args), **(kwargs or {})})
+            given = {**_torch.named_arguments(func, args), **(kwargs or {})}
+            ranks = tuple(_torch.ranks_of_collective(given))
+            recorded = self._record(kind, given, ranks) if len(ranks) > 1 else None
         flops = operations_of(func, args, kwargs or {}, result)
         self.recording.flops += flops
         for leaf in _torch.leaves_of(result):
             if isinstance(leaf, torch.Tensor):
                 self.recording.live.add(leaf)
         if self.watch is not None:
-            self.watch(Call(func, args, kwargs or {}, result, recorded, flops, self.modules.place))
+            self.watch(Call(func, args, kwargs or {}, result, ranks, recorded, flops, self.modules.place))
         return result
 
     def note_gathered(self) -> None:
@@ -149,14 +154,11 @@ class _Recorder(TorchDispatchMode):
         for op in self.gathered[len(self.recording.gathered) :]:
             self.recording.gathered.append(Gathered(op.op, module, op.reason))
 
-    def _record(self, kind: str, given: dict[str, Any]) -> Recorded | None:
-        ranks = _torch.ranks_of_collective(given)
-        if len(ranks) == 1:
-            return None
+    def _record(self, kind: str, given: dict[str, Any], ranks: tuple[int, ...]) -> Recorded:
         sent = () if kind in ("barrier", "receive") else next(given[n] for n in _PAYLOADS if n in given)
         payload = _bytes(sent)
         module, phase = self.modules.place()
-        recorded = Recorded(kind, self.axes(tuple(ranks)), payload, len(ranks), module, phase)
+        recorded = Recorded(kind, self.axes(ranks), payload, len(ranks), module, phase)
         self.recording.collectives.append(recorded)
         return recorded
 

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -27,7 +28,7 @@ from shardlib.engine._torch import pytree
 from shardlib.engine.feature.recording import record_collectives
 from shardlib.errors import PlanError, ShardlibError, short_traceback
 from shardlib.testing.audit.dry_findings import Sharded, folded, shapes_of, ties_of
-from shardlib.testing.audit.dry_marks import Axes
+from shardlib.testing.audit.dry_grid import Grid
 from shardlib.testing.audit.dry_report import DryFinding, DryReport, DryWork, Kept
 from shardlib.testing.audit.dry_watch import Watch
 from shardlib.testing.audit.dry_world import foreign_world
@@ -87,14 +88,14 @@ def dry_audit(
         inner = _inner(whole, fake, shapes)
         _without_values(inner, mode)
         on_cpu.sharding = False
-        watch = Watch((axis for axis, size in shape.items() if size > 1), _axes_of(shape))
-        sharded = Sharded(inner, watch, shape, shapes, ties)
+        watch = Watch(Grid(shape, map(_ranks_of, _torch.process_groups())))
+        sharded = Sharded(inner, watch, shapes, ties)
         sharded.seed()
         with _explained("The training step", shape), _implicitly(), mode:
             batch = _batch(example, watch, shape)
             with record_collectives(inner, mesh=device_mesh, watch=watch) as log, _watching(watch):
                 value = _step(whole, batch, loss or default_loss)
-            work, kept = _work(watch, shape), sharded.kept()
+            work, kept = _work(watch), sharded.kept()
             findings, remarks = sharded.findings(), sharded.remarks(work, kept)
             notes += _notes(sharded, value, shape, rank)
             plan = _plan_of(inner, shape)
@@ -220,19 +221,13 @@ def _inner(whole: nn.Module, given: nn.Module, shapes: dict[str, tuple[int, ...]
     return inner
 
 
-def _axes_of(shape: MeshShape) -> Callable[[tuple[int, ...]], tuple[str, ...]]:
-    @functools.cache
-    def axes_of(ranks: tuple[int, ...]) -> tuple[str, ...]:
-        coordinates = [shape.coordinate(rank) for rank in ranks]
-        axes = tuple(name for name in shape.names if len({each[name] for each in coordinates}) > 1)
-        return axes if axes and shape.only(axes).world_size == len(ranks) else ()
-
-    return axes_of
+def _ranks_of(group: dist.ProcessGroup) -> tuple[int, ...]:
+    return tuple(dist.get_process_group_ranks(group))
 
 
 def _batch(example: Any, watch: Watch, shape: MeshShape) -> Any:
     made = example() if callable(example) and not isinstance(example, torch.Tensor) else example
-    data = frozenset(axis for axis in shape.data_axes if shape[axis] > 1)
+    data = watch.grid.of_axes(shape.data_axes)
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
         found = torch.empty(tensor.shape, dtype=tensor.dtype).requires_grad_(tensor.requires_grad)
@@ -266,10 +261,9 @@ def _implicitly() -> Iterator[None]:
         yield
 
 
-def _work(watch: Watch, shape: MeshShape) -> tuple[DryWork, ...]:
+def _work(watch: Watch) -> tuple[DryWork, ...]:
     return tuple(
-        DryWork(work.module, work.phase, tuple(axis for axis in shape.names if axis in work.alike), flops)
-        for work, flops in watch.work.items()
+        DryWork(work.module, work.phase, watch.grid.whole_axes(work.alike), flops) for work, flops in watch.work.items()
     )
 
 
@@ -280,21 +274,25 @@ def _notes(sharded: Sharded, loss: torch.Tensor, shape: MeshShape, rank: int) ->
     elif uneven := _uneven(sharded, shape):
         yield f"Rank {rank} ({place}) has the larger shards: {uneven} do not divide evenly."
     if sharded.by_hand:
-        by = f'over "{min(sharded.axis_by_hand)}"' if sharded.axis_by_hand else "over an axis that nothing tells"
+        by = (
+            f'over "{sharded.grid.axes(sharded.axis_by_hand)[0]}"'
+            if sharded.axis_by_hand
+            else "over an axis that nothing tells"
+        )
         names = folded(name for name in sharded.names if name in sharded.by_hand)
         yield f"Plain tensors of another shape than before, taken to be split {by}: {names}."
-    local: Axes = sharded.watch.marks.read(_torch.local_of(loss) if isinstance(loss, DTensor) else loss)
-    if over := [axis for axis in shape.model_axes if axis in local]:
+    local = sharded.watch.marks.read(_torch.local_of(loss) if isinstance(loss, DTensor) else loss)
+    if over := [axis for axis in sharded.grid.axes(local) if axis in shape.model_axes]:
         yield f"The loss differs over {', '.join(over)}: each rank has that of its own part."
     if unused := [name for name, each in sharded.names.items() if each.requires_grad and each.grad is None]:
         yield f"Parameters that get no gradient from this loss: {folded(unused)}."
     if sharded.watch.unknown:
-        yield "Some collectives are over groups that are not whole axes of the mesh; what they change is not followed."
+        yield "Some collectives are over groups that do not follow the axes of the mesh; what they change is not known."
 
 
 def _uneven(sharded: Sharded, shape: MeshShape) -> str:
     def is_uneven(each: Kept) -> bool:
-        count = math.prod(shape[axis] for axis in each.sharded)
+        count = math.prod(shape[axis] for axis in each.sharded if axis not in each.replicated)
         local = torch.Size(each.local_shape).numel()
         return local * count != torch.Size(each.global_shape).numel() and each.name not in sharded.by_hand
 

@@ -11,11 +11,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from shardlib._mesh_shape import MeshShape
 from shardlib._plan.fold import fold
 from shardlib._plan.readable import human_bytes, human_count
 from shardlib.engine import _torch
-from shardlib.testing.audit.dry_marks import NOTHING, Axes
+from shardlib.testing.audit.dry_grid import NOTHING, Parts
 from shardlib.testing.audit.dry_report import DryFinding, DryWork, Kept
 from shardlib.testing.audit.dry_watch import Watch
 
@@ -43,12 +42,10 @@ def ties_of(model: nn.Module) -> Ties:
 class Sharded:
     """A model after a watched step, with what it was before it was sharded."""
 
-    def __init__(
-        self, model: nn.Module, watch: Watch, mesh: MeshShape, shapes: Mapping[str, tuple[int, ...]], ties: Ties
-    ) -> None:
-        self.model, self.watch, self.mesh, self.shapes, self.ties = model, watch, mesh, shapes, ties
+    def __init__(self, model: nn.Module, watch: Watch, shapes: Mapping[str, tuple[int, ...]], ties: Ties) -> None:
+        self.model, self.watch, self.shapes, self.ties = model, watch, shapes, ties
+        self.grid, self.mesh = watch.grid, watch.grid.mesh
         self.names = dict(model.named_parameters())
-        self.axes = frozenset(axis for axis, size in mesh.items() if size > 1)
 
     def findings(self) -> list[DryFinding]:
         """Return what makes a run wrong, causes before effects."""
@@ -70,10 +67,10 @@ class Sharded:
         )
 
     @functools.cached_property
-    def axis_by_hand(self) -> Axes:
-        """The one axis over which parameters can have been split by hand; empty if there are several."""
-        able = {*self.mesh.model_axes, *self.mesh.expert_axes} & self.axes
-        return frozenset(able) if len(able) == 1 else NOTHING
+    def axis_by_hand(self) -> Parts:
+        """The one axis over which parameters can have been split by hand; nothing if there are several."""
+        able = self.grid.of_axes((*self.mesh.model_axes, *self.mesh.expert_axes))
+        return able if len(self.grid.axes(able)) == 1 else NOTHING
 
     def seed(self) -> None:
         """Mark the parts of parameters and buffers, before a step."""
@@ -97,37 +94,34 @@ class Sharded:
             tuple(parameter.shape) if isinstance(parameter, DTensor) else self.shapes.get(name, tuple(parameter.shape)),
             tuple(local.shape),
             local.numel() * local.element_size(),
-            self._in_order(sharded),
-            self._in_order(self.axes - sharded - self._unknown(name)),
+            self.grid.axes(sharded),
+            self.grid.axes(self.grid.all - sharded - self._unknown(name)),
         )
 
-    def _unknown(self, name: str) -> Axes:
+    def _unknown(self, name: str) -> Parts:
         """Return the axes of which it is unknown whether they split a parameter."""
-        return self.axes - frozenset(self.mesh.data_axes) if name in self.by_hand else NOTHING
+        return self.grid.all - self.grid.of_axes(self.mesh.data_axes) if name in self.by_hand else NOTHING
 
-    def _split(self, name: str) -> Axes:
+    def _split(self, name: str) -> Parts:
         return self.axis_by_hand if name in self.by_hand else self._split_by(self.names[name])
 
-    def _split_by(self, tensor: torch.Tensor) -> Axes:
+    def _split_by(self, tensor: torch.Tensor) -> Parts:
         """Return the axes over which the placements of a tensor are not Replicate; of a plain tensor, none."""
         if not isinstance(tensor, DTensor):
             return NOTHING
         return NOTHING.union(
             *(
-                self.watch.axes_of_dim(tensor.device_mesh, dim)
+                self.watch.along(tensor.device_mesh, dim)
                 for dim, placement in enumerate(tensor.placements)
                 if not isinstance(placement, Replicate)
             )
         )
 
-    def _partial_over(self, tensor: Any) -> Axes:
+    def _partial_over(self, tensor: Any) -> Parts:
         if not isinstance(tensor, DTensor):
             return NOTHING
         dims = [dim for dim, placement in enumerate(tensor.placements) if isinstance(placement, Partial)]
-        return NOTHING.union(*(self.watch.axes_of_dim(tensor.device_mesh, dim) for dim in dims))
-
-    def _in_order(self, axes: Iterable[str]) -> tuple[str, ...]:
-        return tuple(axis for axis in self.mesh.names if axis in axes)
+        return NOTHING.union(*(self.watch.along(tensor.device_mesh, dim) for dim in dims))
 
     def _of(self, axis: str) -> str:
         return f'"{axis}" ({self.mesh[axis]:,} ranks)'
@@ -135,7 +129,7 @@ class Sharded:
     def _placements(self) -> Iterator[DryFinding]:
         found: dict[tuple[tuple[str, ...], str], list[str]] = {}
         for each in self.watch.contradictions:
-            found.setdefault((self._in_order(each.axes), each.phase), []).append(each.module)
+            found.setdefault((self.grid.axes(each.over), each.phase), []).append(each.module)
         for (axes, phase), modules in found.items():
             over = " and ".join(map(self._of, axes))
             why = (
@@ -155,7 +149,7 @@ class Sharded:
     def _sums(self) -> Iterator[DryFinding]:
         found: dict[tuple[str, str], list[tuple[str, str]]] = {}
         for each in self.watch.misuses:
-            found.setdefault((each.axis, each.op), []).append((each.left_by, each.module))
+            found.setdefault((each.over.axis, each.op), []).append((each.left_by, each.module))
         for (axis, op), places in found.items():
             left, used = [each for each, _ in places], [each for _, each in places]
             yield DryFinding(
@@ -187,7 +181,7 @@ class Sharded:
         trained = {name: each.grad for name, each in self.names.items() if each.grad is not None}
         for name, grad in trained.items():
             apart = self._split(name) | self._split_by(grad) | self._unknown(name)
-            for axis in self._in_order(self.watch.marks.read(_local(grad)) - apart):
+            for axis in self.grid.axes(self.watch.marks.read(_local(grad)) - apart):
                 found.setdefault(axis, []).append(name)
         for axis, names in found.items():
             yield DryFinding("unreduced gradient", tuple(names), (axis,), self._unreduced(axis, names, len(trained)))
@@ -209,7 +203,7 @@ class Sharded:
     def _pending(self) -> Iterator[DryFinding]:
         found: dict[str, list[str]] = {}
         for name, parameter in self.names.items():
-            for axis in self._in_order(self._partial_over(parameter.grad)):
+            for axis in self.grid.axes(self._partial_over(parameter.grad)):
                 found.setdefault(axis, []).append(name)
         for axis, names in found.items():
             yield DryFinding(

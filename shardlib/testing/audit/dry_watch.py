@@ -20,7 +20,8 @@ from torch.distributed.tensor import Partial, Replicate
 from shardlib._plan.report import RunPhase
 from shardlib.engine import _torch
 from shardlib.engine.feature.recording import Call
-from shardlib.testing.audit.dry_marks import NOTHING, Axes, Marks
+from shardlib.testing.audit.dry_grid import NOTHING, Grid, Part, Parts
+from shardlib.testing.audit.dry_marks import Marks
 
 __all__ = ["Contradiction", "Misuse", "Watch", "Work"]
 
@@ -29,18 +30,18 @@ Place = tuple[str, RunPhase]
 
 @dataclasses.dataclass(frozen=True)
 class Contradiction:
-    """A DTensor that was made with Replicate over axes over which its local tensor differs."""
+    """A DTensor that was made with Replicate over parts of axes over which its local tensor differs."""
 
-    axes: tuple[str, ...]
+    over: Parts
     module: str
     phase: RunPhase
 
 
 @dataclasses.dataclass(frozen=True)
 class Misuse:
-    """An op that uses a sum which module `left_by` left to be done over an axis as if it were done."""
+    """An op that uses a sum which module `left_by` left to be done over a part of an axis as if it were done."""
 
-    axis: str
+    over: Part
     left_by: str
     op: str
     module: str
@@ -48,11 +49,11 @@ class Misuse:
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """Where products were computed, and the axes whose ranks all computed the same."""
+    """Where products were computed, and the parts of axes whose ranks all computed the same."""
 
     module: str
     phase: RunPhase
-    alike: Axes
+    alike: Parts
 
 
 class Watch:
@@ -62,20 +63,18 @@ class Watch:
         marks: what is known of the tensors.
         work: floating-point operations by place.
         contradictions, misuses: what was found, each once, in order.
-        unknown: numbers of ranks of collectives that are not over whole axes of the mesh, whose results keep their
-            marks.
+        unknown: numbers of ranks of collectives whose groups do not follow the mesh; their results keep their marks.
     """
 
-    def __init__(self, axes: Iterable[str], axes_of: Callable[[tuple[int, ...]], Sequence[str]]) -> None:
+    def __init__(self, grid: Grid) -> None:
+        self.grid = grid
         self.marks = Marks()
         self.work: Counter[Work] = Counter()
         self.contradictions: dict[Contradiction, None] = {}
         self.misuses: dict[Misuse, None] = {}
         self.unknown: set[int] = set()
         self.place: Callable[[], Place] = lambda: ("", "outside")
-        self._axes = frozenset(axes)
-        self._axes_of = axes_of
-        self._dims: dict[tuple[DeviceMesh, int], Axes] = {}
+        self._dims: dict[tuple[DeviceMesh, int], Parts] = {}
 
     def __call__(self, call: Call) -> None:
         self.place = call.place
@@ -89,27 +88,25 @@ class Watch:
                 self.marks.write(tensor, NOTHING)
         if call.flops:
             read = self._read(_tensors(call.args, call.kwargs))
-            self.work[Work(*call.place(), self._axes - read)] += call.flops
+            self.work[Work(*call.place(), self.grid.all - read)] += call.flops
 
-    def axes_of_dim(self, mesh: DeviceMesh, dim: int) -> Axes:
-        """Return the axes that a dim of any mesh of these ranks goes along."""
+    def along(self, mesh: DeviceMesh, dim: int) -> Parts:
+        """Return the parts of axes that a dim of any mesh of these ranks goes along."""
         if (mesh, dim) not in self._dims:
-            self._dims[mesh, dim] = (
-                frozenset(self._axes_of(tuple(dist.get_process_group_ranks(mesh.get_group(dim))))) & self._axes
-            )
+            self._dims[mesh, dim] = self.grid.of_ranks(tuple(dist.get_process_group_ranks(mesh.get_group(dim))))
         return self._dims[mesh, dim]
 
     def made(self, local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Any]) -> None:
         """Compare a local tensor with the placements of the DTensor that is made of it."""
         differs, wrong = self.marks.read(local), NOTHING
         for dim, placement in enumerate(placements):
-            axes = self.axes_of_dim(mesh, dim)
+            axes = self.along(mesh, dim)
             if isinstance(placement, Replicate):
                 wrong |= axes & differs
             else:
                 self.marks.add_own(local, axes)
         if wrong:
-            self.contradictions[Contradiction(tuple(sorted(wrong)), *self.place())] = None
+            self.contradictions[Contradiction(wrong, *self.place())] = None
 
     def taken(self, local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Any]) -> None:
         """Note the sums that are to be done, of a local tensor that `DTensor.to_local` returns."""
@@ -117,10 +114,10 @@ class Watch:
         left = [dim for dim, placement in enumerate(placements) if isinstance(placement, Partial)]
         self.made(local, mesh, placements)
         if left and phase == "forward":
-            axes = frozenset[str]().union(*(self.axes_of_dim(mesh, dim) for dim in left))
+            axes = NOTHING.union(*(self.along(mesh, dim) for dim in left))
             self.marks.set_pending(local, dict.fromkeys(axes, module))
 
-    def _read(self, tensors: Iterable[torch.Tensor]) -> Axes:
+    def _read(self, tensors: Iterable[torch.Tensor]) -> Parts:
         return NOTHING.union(*map(self.marks.read, tensors))
 
     def _pass_on(self, name: str, call: Call) -> None:
@@ -149,7 +146,7 @@ class Watch:
         self._results(name, call, given, axes, pending)
 
     def _results(
-        self, name: str, call: Call, given: list[torch.Tensor], axes: Axes, pending: Mapping[str, str]
+        self, name: str, call: Call, given: list[torch.Tensor], axes: Parts, pending: Mapping[Part, str]
     ) -> None:
         sources = {id(_torch.storage_of(tensor)): tensor for tensor in given}
         for tensor in _tensors(call.result):
@@ -163,7 +160,7 @@ class Watch:
             if source is None:
                 self.marks.set_pending(tensor, pending)
 
-    def _copy(self, source: torch.Tensor, target: torch.Tensor, new: Callable[[Axes], Axes]) -> None:
+    def _copy(self, source: torch.Tensor, target: torch.Tensor, new: Callable[[Parts], Parts]) -> None:
         """Give a target the marks of a source, element by element from its first, as `new` changes them.
 
         Where the target is longer, as after an all-gather, its rest has the marks of all of the source.
@@ -179,7 +176,7 @@ class Watch:
 
     def _collective(self, call: Call) -> None:
         assert call.collective is not None
-        kind, axes = call.collective.kind, frozenset(call.collective.axes)
+        kind, axes = call.collective.kind, self.grid.of_ranks(call.ranks)
         if not axes:
             self.unknown.add(call.collective.size)
         after = _AFTER.get(kind, lambda before, over: before)
@@ -202,14 +199,14 @@ class Watch:
                 for source, tensor in zip(inputs, results, strict=True):
                     self._less_pending(kind, axes, source, tensor)
 
-    def _less_pending(self, kind: str, axes: Axes, source: torch.Tensor, target: torch.Tensor) -> None:
+    def _less_pending(self, kind: str, axes: Parts, source: torch.Tensor, target: torch.Tensor) -> None:
         done = axes if kind in ("all_reduce", "reduce_scatter") else NOTHING
         left = {axis: module for axis, module in self.marks.pending(source).items() if axis not in done}
         self.marks.set_pending(target, left)
 
     # --- sums that are to be done ---------------------------------------------------------------------------------
 
-    def _pending(self, name: str, call: Call, given: Sequence[torch.Tensor]) -> Mapping[str, str]:
+    def _pending(self, name: str, call: Call, given: Sequence[torch.Tensor]) -> Mapping[Part, str]:
         """Return the sums that a result leaves to be done. Only linear ops may leave them."""
         pending = [(tensor, self.marks.pending(tensor)) for tensor in given]
         summands = [each for _, each in pending if each]
@@ -248,7 +245,7 @@ _NO_VALUES = frozenset((
 # Ops that give each element of one tensor its place in another one, in order.
 _SAME_ORDER = frozenset({"_to_copy", "clone"})
 
-_AFTER: dict[str, Callable[[Axes, Axes], Axes]] = {
+_AFTER: dict[str, Callable[[Parts, Parts], Parts]] = {
     "all_reduce": lambda before, axes: before - axes,
     "all_gather": lambda before, axes: before - axes,
     "broadcast": lambda before, axes: before - axes,

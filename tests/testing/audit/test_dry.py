@@ -44,7 +44,7 @@ def test_right_code_has_no_findings(case: str):
     build, shard, mesh = cases.RIGHT[case]
     report = dry_audit(build, shard, mesh, ids)
     assert report and report.findings == (), str(report)
-    assert [each.name for each in report.parameters][0] == "embedding.weight"
+    assert next(each.name for each in report.parameters) == "embedding.weight"
 
 
 # --- what is planted --------------------------------------------------------------------------------------------------
@@ -94,7 +94,9 @@ def test_a_head_that_every_rank_repeats():
 
 
 def test_local_tensors_whose_gradients_keep_the_placements_of_forward():
-    build = lambda placements=None: nn.Sequential(cases.Local(placements), cases.Local(placements))
+    def build(placements: Any = None) -> nn.Module:
+        return nn.Sequential(cases.Local(placements), cases.Local(placements))
+
     batch = torch.zeros(2, DIM)
     report = dry_audit(build, cases.local_products, "tp=2", batch)
     assert _found(report) == [
@@ -121,8 +123,9 @@ def test_an_axis_that_divides_nothing():
 
 
 def test_gradients_that_stay_partial_are_remarked_upon():
-    build = lambda: Words(layers=1)
-    report = dry_audit(build, functools.partial(cases.sequence_parallel, data=False), "dp=1,tp=2", ids)
+    report = dry_audit(
+        lambda: Words(layers=1), functools.partial(cases.sequence_parallel, data=False), "dp=1,tp=2", ids
+    )
     names = ("layers.0.norm.weight", "layers.0.norm.bias", "norm.weight", "norm.bias")
     assert _found(report) == [] and ("pending gradient", names, ("tp",)) in _remarked(report)
 
@@ -147,7 +150,9 @@ def test_a_tensor_that_is_called_replicated_and_is_not():
 
 @pytest.mark.parametrize("copies", [True, False])
 def test_plain_tensors_that_are_split_by_hand(copies: bool):
-    build = lambda: nn.Sequential(cases.ByHand(copies=copies), cases.ByHand(copies=copies))
+    def build() -> nn.Module:
+        return nn.Sequential(cases.ByHand(copies=copies), cases.ByHand(copies=copies))
+
     report = dry_audit(build, cases.by_hand, "tp=2", torch.zeros(2, DIM))
     norms = tuple(f"{i}.norm.{one}" for i in range(2) for one in ("weight", "bias"))
     assert _found(report) == ([] if copies else [("unreduced gradient", norms, ("tp",))])
@@ -288,7 +293,9 @@ def test_what_raises_is_said_with_its_line():
 def test_a_forward_that_reads_values(model: type[nn.Module]):
     said = _refused(lambda: model(DIM, DIM))
     line = model.forward.__code__.co_firstlineno + 1
-    assert said.startswith(f"The training step stopped the dry audit on dp=2 at {__file__}:{line}: it reads the value of ")
+    assert said.startswith(
+        f"The training step stopped the dry audit on dp=2 at {__file__}:{line}: it reads the value of "
+    )
     assert said.endswith("Compute it on the device, take it from a shape, or audit with ranks.")
 
 
