@@ -1,4 +1,4 @@
-"""What code of other libraries needs in a world of fake ranks: meshes, the reducer of DDP, a look at each DTensor."""
+"""Meshes, the reducer of DDP and a look at each DTensor, for other libraries' code in a world of fake ranks."""
 
 from __future__ import annotations
 
@@ -26,6 +26,12 @@ private(
     "torch._subclasses.fake_tensor.UnsupportedFakeTensorException",
     why="to make meshes in a dry run of code that makes its own, and to say which op has no fake kernel",
     without="such code cannot be audited without ranks",
+)
+private(
+    "torch.distributed.device_mesh.DeviceMesh._rank_map",
+    why="to give init_device_mesh the ranks that it numbers among fake tensors",
+    without="code that makes a mesh in its forward cannot be audited without ranks",
+    optional=True,
 )
 private(
     "torch.distributed.tensor._sharding_prop.ShardingPropagator._propagate_tensor_meta_non_cached",

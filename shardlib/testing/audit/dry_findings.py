@@ -1,4 +1,4 @@
-"""What the tensors of a watched step tell: findings, remarks, and the parameters that a rank holds."""
+"""Findings and remarks on a watched step, and the parameters that a rank holds."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ FindingKind = Literal[
 
 @dataclass(frozen=True)
 class DryFinding:
-    """What a dry audit has found.
+    """A finding of a dry audit, or a remark.
 
     Attributes:
         kind: "unreduced gradient", "wrong placement", "unfinished sum" or "untied parameter" make a run wrong; "pending

@@ -49,7 +49,7 @@ class Misuse:
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """Where products were computed, and the parts of axes whose ranks all computed the same."""
+    """A place where products were computed, and the parts of axes whose ranks all computed the same."""
 
     module: str
     phase: RunPhase
