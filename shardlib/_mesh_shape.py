@@ -6,6 +6,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any, Literal, Union
@@ -18,7 +19,17 @@ from shardlib.errors import MeshError, nearest
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["AxisKind", "MeshLike", "MeshShape", "kind_of", "listed", "order_of", "rank_groups", "register_axis"]
+__all__ = [
+    "AxisKind",
+    "MeshLike",
+    "MeshShape",
+    "kind_of",
+    "listed",
+    "order_of",
+    "rank_groups",
+    "register_axis",
+    "taken_for_model_axes",
+]
 
 AxisKind = Literal["data", "model", "expert", "pipeline", "overlay"]
 
@@ -96,6 +107,18 @@ def register_axis(name: str, *, kind: AxisKind) -> Callable[[RankGroups], RankGr
         return groups
 
     return register
+
+
+@contextmanager
+def taken_for_model_axes(names: Iterable[str]) -> Iterator[None]:
+    """Let shapes have axes of these names inside the block, of which nothing is known: those of foreign meshes."""
+    unknown = [name for name in dict.fromkeys(names) if name not in _KINDS]
+    _KINDS.update(dict.fromkeys(unknown, "model"))
+    try:
+        yield
+    finally:
+        for name in unknown:
+            del _KINDS[name]
 
 
 def kind_of(name: str) -> AxisKind | None:

@@ -1,6 +1,7 @@
 """`shardlib init | check | plan | explain | prove | census`: layout files, plans, proofs; `run` starts ranks.
 
-Plans need neither processes nor values. `migrate` rewrites scripts for other libraries.
+`audit` compares with one device what something else has sharded. Plans need neither processes nor values. `migrate`
+rewrites scripts for other libraries.
 
 Exit codes: 0 fine, 1 the layout does not do what was asked of it, or a script has lines left to rewrite, 2 what was
 typed names nothing. `run` ends as the first host that fails does.
@@ -27,6 +28,17 @@ _MODEL = f"the model: {FORMS}"
 _LAYOUT = "name or path of a layout file (by default the one for the model's class, or what its own tp_plan says)"
 _DTYPES = "float64", "float32", "bfloat16", "float16"
 _MODE = 'mode of the rules, such as "sequence"'
+
+
+# Functions of the user that an audit takes in place of the library's means; `made` is what --sharded-by returned.
+_OWN = {
+    "accumulate": "your own backward passes of a step, a function (made, batches)",
+    "clip": "your own clipping, a function (made) -> norm",
+    "generate": "your own generation, a function (made, ids) -> tokens",
+    "save": "your own saving, a function (made, folder)",
+    "load": "your own loading on one device, a function (folder) -> state dict or model",
+    "resume": "your own loading into a sharded model, a function (made, folder)",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -71,11 +83,12 @@ def _parser() -> argparse.ArgumentParser:
 
         shtab.add_argument_to(parser, "--print-completion", help="print the completion script of a shell")
     subparsers = parser.add_subparsers(
-        required=True, metavar="{init,check,plan,explain,prove,census,run,migrate,doctor}"
+        required=True, metavar="{init,check,plan,explain,prove,audit,census,run,migrate,doctor}"
     )
     _add_plan(_command(subparsers, "plan", "show the layout of every tensor of a model on a mesh"))
     _add_check(_command(subparsers, "check", "check whether a layout file fits a model, or a function of JAX", "?"))
     _add_prove(_command(subparsers, "prove", "train sharded and on one device, and compare everything"))
+    _add_audit(_command(subparsers, "audit", "compare a model that something else shards with one device"))
     _add_explain(_command(subparsers, "explain", "show which rule decides about a tensor or module"))
     _add_init(_command(subparsers, "init", "write a first layout file for a model"))
     _add_census(subparsers)
@@ -105,19 +118,23 @@ def _add_layout(parser: argparse.ArgumentParser, mesh: str | None = None) -> Non
 
 def _add_training(parser: argparse.ArgumentParser, example: str) -> None:
     """Add what says how it is trained."""
-    parser.add_argument(
-        "--example",
-        action="append",
-        metavar="[NAME=]SHAPE[:DTYPE]",
-        help="an input of one data rank, as in 2x128 or ids=2x128:int64 (the default dtype), once for each input: "
-        f"{example}",
-    )
+    _add_example(parser, example)
     parser.add_argument(
         "--transform",
         action="append",
         metavar="CALL",
         help='shard, offload or use lower precision, as in --transform "zero(2) | offload()" or --transform fsdp; may '
         "be given several times, and is applied in order",
+    )
+
+
+def _add_example(parser: argparse.ArgumentParser, example: str) -> None:
+    parser.add_argument(
+        "--example",
+        action="append",
+        metavar="[NAME=]SHAPE[:DTYPE]",
+        help="an input of one data rank, as in 2x128 or ids=2x128:int64 (the default dtype), once for each input: "
+        f"{example}",
     )
 
 
@@ -128,6 +145,27 @@ def _add_prove(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype", choices=_DTYPES, default=_DTYPES[0], help="dtype of the model and its inputs (default float64)"
     )
+
+
+def _add_audit(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run="audit.audit", own=_OWN)
+    parser.add_argument(
+        "--sharded-by", required=True, metavar="FILE.py:NAME", help="your function (model, mesh) -> model"
+    )
+    parser.add_argument(
+        "--mesh", required=True, help='axes and sizes, in the order of the function\'s mesh: "dp=2,tp=2"'
+    )
+    _add_example(parser, "its batches are drawn for it; by default what a Hugging Face model takes")
+    parser.add_argument(
+        "--batch", metavar="FILE.py:NAME", help="a function (step) -> global batch, instead of --example"
+    )
+    parser.add_argument("--loss", metavar="FILE.py:NAME", help="a function (model, batch) -> scalar")
+    parser.add_argument("--optimizer", metavar="FILE.py:NAME", help="a function (parameters) -> optimizer")
+    for name, form in _OWN.items():
+        parser.add_argument(f"--{name}", metavar="FILE.py:NAME", help=form)
+    parser.add_argument("--steps", type=int, default=2, help="optimizer steps (default 2)")
+    parser.add_argument("--timeout", type=float, default=120.0, help="seconds until ranks are given up (default 120)")
+    parser.add_argument("--strict", action="store_true", help='count what is "weighted" as a difference')
 
 
 def _add_plan(parser: argparse.ArgumentParser) -> None:

@@ -1,6 +1,7 @@
 """Proof for your own CI: does a sharded run compute what a single device computes?
 
-`equivalent` and `assert_equivalent` compare the two; `ranks` and `shared_pool` are the warm processes they run on.
+`equivalent` and `assert_equivalent` compare the two; `audit` does so for models that something else shards; `ranks` and
+`shared_pool` are the warm processes they run on.
 `shardlib.testing.strategies` draws meshes, rules and models for hypothesis, `shardlib.testing.models` has small models,
 `shardlib.testing.mutants` shows what is caught. A pytest plugin comes with them.
 """
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 from shardlib.testing._pool import HangError, RankDied, RankError, Ranks, ranks, shared_pool
 from shardlib.testing._standing import Standing
+from shardlib.testing.auditing import Advice, AuditError, AuditReport, Check, assert_audit, audit
 from shardlib.testing.equivalence import (
     Difference,
     NotEquivalentError,
@@ -19,6 +21,10 @@ from shardlib.testing.equivalence import (
 )
 
 __all__ = [
+    "Advice",
+    "AuditError",
+    "AuditReport",
+    "Check",
     "Difference",
     "HangError",
     "NotEquivalentError",
@@ -28,7 +34,9 @@ __all__ = [
     "Ranks",
     "Report",
     "Standing",
+    "assert_audit",
     "assert_equivalent",
+    "audit",
     "equivalent",
     "ranks",
     "shared_pool",

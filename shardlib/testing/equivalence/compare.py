@@ -30,7 +30,7 @@ from shardlib.testing.equivalence.precision import Coarsest
 from shardlib.testing.equivalence.train import Run, cast, elsewhere, is_pipeline, named_tensors
 from shardlib.testing.equivalence.twins import Twins, all_twins, single_device
 
-__all__ = ["KINDS", "START", "Key", "Measured", "compare", "in_order", "limits", "wrong"]
+__all__ = ["KINDS", "START", "Key", "Measured", "Notes", "compare", "in_order", "limits", "wrong"]
 
 # In the order in which a training step makes them: the first that differs is nearest to the cause.
 KINDS = ("output", "loss", "buffer", "gradient", "norm", "state", "parameter")
@@ -83,11 +83,11 @@ def compare(case: Case) -> list[tuple[Case, Measured]]:
         return [(dataclasses.replace(case, scales=notes.both.case.scales), notes.exchanged()) for notes in of_each]
 
 
-def _train(each: list[Twins], advance: Callable[[], None]) -> list[_Notes]:
+def _train(each: list[Twins], advance: Callable[[], None]) -> list[Notes]:
     """Train the runs side by side: those of one device once, which all sharded runs are compared with."""
     case = each[0].case
     runs = list(dict.fromkeys(run for both in each for run in both.runs))
-    of_each = [_Notes(both) for both in each]
+    of_each = [Notes(both) for both in each]
     for notes in of_each:
         notes.tensors(START)
     for step in range(case.steps):
@@ -117,7 +117,7 @@ def _train(each: list[Twins], advance: Callable[[], None]) -> list[_Notes]:
     return of_each
 
 
-class _Notes:
+class Notes:
     """The measurements of one rank."""
 
     def __init__(self, both: Twins) -> None:
@@ -141,11 +141,11 @@ class _Notes:
         both = self.both
         for run in both.runs:
             wait_for_updates(run.model.parameters())
-        trees = [named_tensors(run.model) for run in both.runs]
+        trees = [run.tensors() for run in both.runs]
         if step == START:
             self.measured.tensors = len(trees[0][0]) + len(trees[0][1])
         for i, kind in enumerate(("parameter", "buffer")):
-            self._all(step, kind, *(tree[i] for tree in trees))  # type: ignore[arg-type]
+            self._all(step, kind, *(tree[i] for tree in trees))
 
     def gradients(self, step: int) -> None:
         self._all(step, "gradient", *(run.gradients() for run in self.both.runs))
@@ -217,7 +217,7 @@ class _Notes:
                     mine = mine.to(want.dtype)
             self.measured.errors[key] = measure.distance(mine, part, scale)
             if kind != "output":
-                self.prints[key] = (parts.shard_key(got), agree.fingerprint(mine))
+                self.prints[key] = (parts.shard_key(got), agree.fingerprint(mine.clone()))  # numpy pins a storage
 
     def paths(self) -> None:
         """Record the paths that the sharded run has taken."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,10 +20,10 @@ from shardlib.testing.equivalence.case import Case
 from shardlib.testing.equivalence.cause import Evidence
 from shardlib.testing.equivalence.compare import START, Key, Measured, compare, limits, wrong
 from shardlib.testing.equivalence.trace import Call, Side, Trace, Where
-from shardlib.testing.equivalence.train import Run, Trained, named_tensors
+from shardlib.testing.equivalence.train import Run, Trained
 from shardlib.testing.equivalence.twins import Twins, twins
 
-__all__ = ["Origin", "locate"]
+__all__ = ["Origin", "locate", "of_norm", "of_passes", "of_tensor", "of_update", "values_before"]
 
 MODEL = "(the model's own forward)"
 ALL = "(every module)"
@@ -42,6 +42,7 @@ class Origin:
         global_shape: the shape of the value on a single device.
         layout: the value's layout in the sharded run.
         planned: the plan's layouts of the module's tensors, inputs and outputs: a line each, with its rule.
+        found: without a plan, the layouts that the module's tensors, inputs and outputs had: a line each.
         causes: likely causes, the likeliest first.
     """
 
@@ -54,6 +55,7 @@ class Origin:
     layout: str = ""
     planned: tuple[str, ...] = ()
     causes: tuple[str, ...] = ()
+    found: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         when = "before the first step" if self.step == START else f"step {self.step}"
@@ -64,6 +66,7 @@ class Origin:
             lines.append(f"  on ranks       {', '.join(map(str, self.ranks))}")
         if self.layout:
             lines.append(f"  layout         {self.layout}")
+        lines += [f"  {'as found' if i == 0 else '        '}       {line}" for i, line in enumerate(self.found)]
         lines += [f"  {'rule' if i == 0 else '    '}           {line}" for i, line in enumerate(self.planned)]
         lines += [f"  {'looks like' if i == 0 else '          '}     {line}" for i, line in enumerate(self.causes)]
         return "\n".join(lines)
@@ -90,21 +93,47 @@ def _of_step_again(case: Case, measured: Measured, at_step: list[Key], progress:
     """Train up to the first step that differs, and trace that one."""
     step, both = at_step[0][0], twins(case)
     if step == START:
-        return _of_tensor(both, at_step[0], measured)
+        return of_tensor(both, at_step[0], measured)
     progress.total = (step + 1) * both.case.accumulate
     for earlier in range(step):
         _train_step(both, earlier)
         progress.advance(both.case.accumulate)
+    origin = of_passes(both, measured, at_step, progress.advance)
+    if origin is not None:
+        return origin
+    before = values_before(both)
+    for run in _two(both):
+        run.clip()
+        run.step()
+        wait_for_updates(run.model.parameters())
+    return of_update(both, at_step, measured, before)
+
+
+def of_passes(
+    both: Twins, measured: Measured, at_step: list[Key], advance: Callable[[], None] = lambda: None
+) -> Origin | None:
+    """Run the passes of a step with every module recorded, on every rank; return the origin of the differences
+    `at_step`, or None where all is right up to the gradients and their norm."""
+    step = at_step[0][0]
     for run in both.runs:
         run.begin(step)
     with both.single.tracing() as want, both.sharded.tracing() as got:
-        passes = range(both.case.accumulate)
         losses_made = []
-        for micro in passes:
+        for micro in range(both.case.accumulate):
             losses_made.append([run.forward_backward(step, micro) for run in _two(both)])
-            progress.advance()
+            advance()
+    origin = _in_traces(both, measured, at_step, want, got, losses_made)
+    if origin is None or both.sharded.plan is not None:
+        return origin
+    return dataclasses.replace(origin, found=_as_found(both, got, origin.module))
+
+
+def _in_traces(
+    both: Twins, measured: Measured, at_step: list[Key], want: Trace, got: Trace, losses_made: list[list[torch.Tensor]]
+) -> Origin | None:
+    step = at_step[0][0]
     losses = [key for key in at_step if key[1] in ("loss", "output")]
-    watched = _Watched(both, want, got, step, _limit(case), outcome_is_right=not losses)
+    watched = _Watched(both, want, got, step, _limit(both.case), outcome_is_right=not losses)
     if (found := watched.forward()) is not None:
         return found
     if losses:
@@ -114,14 +143,7 @@ def _of_step_again(case: Case, measured: Measured, at_step: list[Key], progress:
     gradients = [key for key in at_step if key[1] == "gradient"]
     if gradients:
         return _of_gradients(both, want, gradients, measured)
-    if at_step[0][1] == "norm":
-        return _of_norm(both, at_step[0], measured)
-    before = [_copied(run) for run in _two(both)]
-    for run in _two(both):
-        run.clip()
-        run.step()
-        wait_for_updates(run.model.parameters())
-    return _of_step(both, at_step, measured, before)
+    return of_norm(both, at_step[0], measured) if at_step[0][1] == "norm" else None
 
 
 def _of_stages(measured: Measured, key: Key) -> Origin:
@@ -315,7 +337,7 @@ def _of_gradients(both: Twins, trace: Trace, failed: list[Key], measured: Measur
     return origin
 
 
-def _of_tensor(both: Twins, key: Key, measured: Measured) -> Origin:
+def of_tensor(both: Twins, key: Key, measured: Measured) -> Origin:
     step, kind, name = key
     error = _error(measured, key)
     tensor_name = name.split(": ")[0]
@@ -350,14 +372,14 @@ def _of_losses(both: Twins, key: Key, measured: Measured, made: list[list[torch.
     return Origin("", what, step, error, tuple(ranks), causes=causes)
 
 
-def _of_step(both: Twins, failed: list[Key], measured: Measured, before: list[dict[str, torch.Tensor]]) -> Origin:
+def of_update(both: Twins, failed: list[Key], measured: Measured, before: list[dict[str, torch.Tensor]]) -> Origin:
     """Locate a wrong optimizer step, where gradients are right."""
-    origin = _of_tensor(both, failed[0], measured)
+    origin = of_tensor(both, failed[0], measured)
     changed = [key[2] for key in failed if key[1] == "parameter"]
     if not changed:
         return origin
     first = failed[0][2] if failed[0][1] == "parameter" else failed[0][2].split(": ")[0]
-    tables = [named_tensors(run.model)[0] for run in _two(both)]
+    tables = [run.tensors()[0] for run in _two(both)]
     if failed[0][1] == "parameter" and _has_ranks(both):
         moved = [tables[i][first].detach() - before[i][first] for i in range(2)]
         causes = cause.of_updates(_evidence(both, *moved), both.case)
@@ -369,18 +391,19 @@ def _of_step(both: Twins, failed: list[Key], measured: Measured, before: list[di
     return origin
 
 
-def _copied(run: Trained) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in named_tensors(run.model)[0].items()}
+def values_before(both: Twins) -> list[dict[str, torch.Tensor]]:
+    """Copy the parameters of the single device and of the sharded run, before a step of their optimizers."""
+    return [{name: p.detach().clone() for name, p in run.tensors()[0].items()} for run in _two(both)]
 
 
 def _tensors_of(run: Trained, kind: str) -> dict[str, torch.Tensor]:
     if kind == "state":
         return run.state()
-    params, buffers = named_tensors(run.model)
+    params, buffers = run.tensors()
     return {**params, **buffers}
 
 
-def _of_norm(both: Twins, key: Key, measured: Measured) -> Origin:
+def of_norm(both: Twins, key: Key, measured: Measured) -> Origin:
     """Locate a wrong norm of right gradients."""
     tables = [{n: g.detach().clone() for n, g in run.gradients().items() if g is not None} for run in _two(both)]
     norms = [run.clip() for run in _two(both)]
@@ -454,6 +477,17 @@ def _layout_of(got: torch.Tensor | None) -> str:
         return f"a plain tensor of local shape {tuple(got.shape)}"
     layout, _, _ = parts.layout_of(got)
     return f'"{layout}" of local shape {tuple(parts.local(got).shape)}'
+
+
+def _as_found(both: Twins, got: Trace, module: str) -> tuple[str, ...]:
+    """Describe the layouts of a module's inputs, parameters and outputs in the sharded run."""
+    call = next((call for call in got.begun if call.module == module), None)
+    prefix = f"{module}." if module else ""
+    own = {n: p for n, p in both.sharded.tensors()[0].items() if n.startswith(prefix) and "." not in n[len(prefix) :]}
+    lines = [(f"input{where.position}", got.values[where]) for where in (call.inputs if call else ())]
+    lines += [(name.removeprefix(prefix), p.detach()) for name, p in own.items()]
+    lines += [(f"output{where.position}", got.values[where]) for where in (call.outputs if call else ())]
+    return tuple(f"{what}: {_layout_of(value)}" for what, value in lines)[:8]
 
 
 def _planned(both: Twins, module: str) -> tuple[str, ...]:

@@ -70,6 +70,10 @@ class JaxRun:
         for name, value in self.fn.to_torch({**self.buffers, **self.params}).items():
             tensors[name].data = value
 
+    def tensors(self) -> tuple[dict[str, nn.Parameter], dict[str, torch.Tensor]]:
+        """Return parameters and buffers by name, with the arrays' values."""
+        return named_tensors(self.model)
+
     def begin(self, step: int) -> None:
         self.grads = {}
 

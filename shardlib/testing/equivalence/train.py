@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -52,6 +52,8 @@ class Trained(Protocol):
 
     def step(self) -> None: ...
 
+    def tensors(self) -> tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]]: ...
+
     def gradients(self) -> dict[str, torch.Tensor | None]: ...
 
     def state(self) -> dict[str, torch.Tensor]: ...
@@ -65,6 +67,7 @@ class Run:
 
     Attributes:
         rows: (index, count) of the rows that this run sees of a global batch.
+        made: its optimizer, where it is not the case's.
         batch: the global batch that it was given last.
         output: the result of the last forward.
     """
@@ -73,11 +76,12 @@ class Run:
     model: nn.Module
     rows: tuple[int, int] = (0, 1)
     sharded: bool = False
+    made: torch.optim.Optimizer | None = None
     batch: Any = None
     output: Any = None
 
     def __post_init__(self) -> None:
-        self.optimizer = self.case.train(self.model.parameters())
+        self.optimizer = self.made or self.case.train(self.model.parameters())
         self.model.register_forward_hook(self._keep)
 
     @property
@@ -109,11 +113,8 @@ class Run:
         """Run one backward pass, accumulated; return the loss over this run's rows, divided by the number of passes."""
         case = self.case
         index = step * case.accumulate + micro
-        dtype = next((p.dtype for p in self.model.parameters() if p.is_floating_point()), case.dtype)
         self.batch = _checked(case.batch(index), index)
-        batch = cast(self.batch, dtype, next((p.device for p in self.model.parameters()), None))
-        if self.rows[1] > 1:
-            batch = (case.split or rows_of)(batch, *self.rows)
+        batch = self._part_of(self.batch)
         _torch.seed_all(case.seed + index)
         before = torch.get_rng_state()
         if self.sharded and is_pipeline(self.model):
@@ -124,8 +125,22 @@ class Run:
             share = whole / case.accumulate
             self._refuse_streams_of_its_own(before)
             self._check_gradients(share)
-            (whole if self.averages else share).backward()
+            self._backward(whole if self.averages else share, micro)
         return share.detach()
+
+    def _backward(self, loss: torch.Tensor, _micro: int) -> None:
+        loss.backward()
+
+    def loss_of(self, batch: Any) -> torch.Tensor:
+        """Run the forward alone; return the loss over this run's rows of a global batch."""
+        self.batch = batch
+        return _scalar((self.case.loss or default_loss)(self.model, self._part_of(batch)))
+
+    def _part_of(self, batch: Any) -> Any:
+        """Return this run's rows of a global batch, in the dtype of its parameters."""
+        dtype = next((p.dtype for p in self.model.parameters() if p.is_floating_point()), self.case.dtype)
+        batch = cast(batch, dtype, next((p.device for p in self.model.parameters()), None))
+        return (self.case.split or rows_of)(batch, *self.rows) if self.rows[1] > 1 else batch
 
     def _through_stages(self, batch: Any, micro: int) -> torch.Tensor:
         """Run a pipeline's backward pass; its microbatches are the plan's, or one for each of its ranks."""
@@ -214,6 +229,10 @@ class Run:
 
     def step(self) -> None:
         self.optimizer.step()
+
+    def tensors(self) -> tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]]:
+        """Return parameters and buffers by name."""
+        return named_tensors(self.model)
 
     def gradients(self) -> dict[str, torch.Tensor | None]:
         return {name: p.grad for name, p in named_tensors(self.model)[0].items()}

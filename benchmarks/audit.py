@@ -1,0 +1,154 @@
+"""Try `shardlib audit` on public faults, and on models that are sharded rightly, and keep a line for each.
+
+The faults are the files of tests/audit/faults: each has a public report, the sharding that has the fault, and what an
+audit should say. A fault is *found* if the report tells of a difference, and *placed* if it names the module and the
+line of the interface. Lines go to `results/audit.jsonl`; docs/audit.md has the table that `--table` prints of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from _report import parser, write
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from shardlib.testing import AuditReport, Check, audit
+from tests.audit import faults
+from tests.audit.faults import models
+
+RESULTS = Path(__file__).parent / "results" / "audit.jsonl"
+OWN = "accumulate", "clip", "generate", "load", "resume", "save"
+HUNG = 40.0  # seconds
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What an audit said of a fault.
+
+    Attributes:
+        right: whether it reports nothing of the mended case; None where there is none.
+    """
+
+    name: str
+    host: str
+    report: str
+    versions: str
+    own: bool
+    kind: str
+    found: bool
+    placed: bool
+    said: str
+    line: str
+    right: bool | None
+    seconds: float
+
+    def line_of_text(self) -> str:
+        marks = (
+            f"{'found' if self.found else 'MISSED'}, {'placed' if self.placed else 'NOT placed'}, mended {self.right}"
+        )
+        return f"{self.name}: {marks}; {self.said[:100]} | {self.line[:60]} [{self.seconds} s]"
+
+
+def run(case: ModuleType, *, mended: bool = False) -> AuditReport:
+    """Audit a case, or the mended one."""
+    functions = {name: _own(case, name, mended=mended) for name in OWN}
+    shard = getattr(case, "right", case.shard) if mended else case.shard
+    more = {name: getattr(case, name, None) for name in ("loss", "optimizer", "split")}
+    arguments: dict[str, Any] = {**more, **functions}
+    return audit(case.build, shard, case.MESH, case.batch, timeout=HUNG, **arguments)
+
+
+def _own(case: ModuleType, name: str, *, mended: bool) -> Any:
+    """Return the case's own function, but none that it has imported for its own use."""
+    found = (getattr(case, f"{name}_right", None) if mended else None) or getattr(case, name, None)
+    of_case = found is not None and getattr(found, "__module__", "") in (case.__name__, models.__name__)
+    return found if of_case else None
+
+
+def outcome(name: str) -> Outcome:
+    """Audit a fault and its mended case."""
+    case, begun = faults.case(name), time.perf_counter()
+    fault = case.FAULT
+    report = run(case)
+    seconds = time.perf_counter() - begun
+    has_mended = any(hasattr(case, each) for each in ("right", *(f"{own}_right" for own in OWN)))
+    mended = run(case, mended=True) if has_mended else None
+    spared = {check.name for check in (_told(mended) if mended else ())} | {"unequal tokens"}
+    told = [check for check in _told(report) if check.name not in spared]
+    placed, line = _placed(fault, told)
+    said = f"{told[0].name}: {told[0].origin.what if told[0].origin else told[0].said}".splitlines()[0] if told else ""
+    right = None if mended is None else mended.ok
+    return Outcome(
+        name, fault.host, fault.report, fault.versions, fault.own, fault.kind, bool(told), placed, said, line, right,
+        round(seconds, 1),
+    )  # fmt: skip
+
+
+def _told(report: AuditReport) -> list[Check]:
+    """Return the checks that tell of something: differences, and what the library's own means do not do."""
+    told = "wrong", "raised", "weighted"
+    return [c for c in report.checks if c.verdict in told or (c.advice and c.verdict == "not offered")]
+
+
+def _placed(fault: faults.Fault, told: list[Check]) -> tuple[bool, str]:
+    """Return whether some check names the module and the line, and that line."""
+    for check in told:
+        module = "" if check.origin is None else check.origin.module
+        text = f"{check.said} {check.origin or ''}"
+        named = not fault.module or fault.module in text or module.startswith(fault.module)
+        lines = [advice.line for advice in check.advice if fault.line.lower() in f"{advice.line} {advice.why}".lower()]
+        if named and lines:
+            return True, lines[0]
+    return False, next((advice.line for check in told for advice in check.advice), "")
+
+
+def table(outcomes: list[Outcome]) -> str:
+    """Return the table of docs/audit.md."""
+    rows = ["| fault | library | report | found | placed | the line that is named |", "|---|---|---|---|---|---|"]
+    for each in outcomes:
+        marks = " | ".join("yes" if mark else "no" for mark in (each.found, each.placed))
+        link = f"[{each.report.split('github.com/')[-1]}]({each.report})"
+        rows.append(
+            f"| {each.name.replace('_', ' ')} | {each.host}{'' if each.own else ' (planted)'} | {link} | {marks} | "
+            f"{f'`{each.line}`' if each.line else ''} |"
+        )
+    return "\n".join(rows)
+
+
+def read() -> dict[str, Outcome]:
+    """Return the lines of the results by name."""
+    lines = RESULTS.read_text(encoding="utf-8").splitlines() if RESULTS.exists() else []
+    return {each["name"]: Outcome(**each) for each in map(json.loads, lines)}
+
+
+def main() -> None:
+    arguments = parser(__doc__)
+    arguments.add_argument("--names", default=None, help="only these faults, separated by commas")
+    arguments.add_argument("--table", action="store_true", help="print the table of docs/audit.md from the results")
+    args: argparse.Namespace = arguments.parse_args()
+    known = read()
+    if args.table:
+        print(table([known[name] for name in faults.cases() if name in known]))
+        return
+    names = args.names.split(",") if args.names else faults.cases()[:: 8 if args.quick else 1]
+    for name in names:
+        known[name] = each = outcome(name)
+        print(each.line_of_text(), flush=True)
+        if not args.quick:
+            RESULTS.write_text("".join(json.dumps(asdict(known[n])) + "\n" for n in sorted(known)), encoding="utf-8")
+    made = [known[name] for name in names]
+    print(f"{sum(e.found for e in made)} of {len(made)} found, {sum(e.placed for e in made)} placed")
+    if args.json:
+        write(args.json, {"faults": [asdict(each) for each in made]})
+
+
+if __name__ == "__main__":
+    main()

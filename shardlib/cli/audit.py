@@ -1,0 +1,66 @@
+"""`shardlib audit`: what is wrong with a model that something else shards."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from typing import Any
+
+from torch import nn
+
+from shardlib._mesh_shape import MeshShape
+from shardlib.cli import inputs
+from shardlib.cli.attributes import find_attribute
+from shardlib.cli.models import load_model
+from shardlib.cli.usage import UsageError
+
+__all__ = ["audit"]
+
+
+def audit(options: argparse.Namespace) -> int:
+    """Audit a model on warm CPU processes: print each check as it is made, then what differs and which line decides."""
+    try:
+        from shardlib.testing import audit
+    except ImportError as error:
+        raise UsageError(f"`shardlib audit` needs {error.name}: pip install 'shardlib[testing]'.") from error
+    shape = MeshShape.of(options.mesh)
+    build = functools.partial(load_model, options.model, "cpu")
+    report = audit(
+        build,
+        _function(options.sharded_by, "--sharded-by", "a function (model, mesh) -> model"),
+        shape,
+        _batches(options, build(), shape),
+        loss=_function(options.loss, "--loss", "a function (model, batch) -> scalar"),
+        optimizer=_function(options.optimizer, "--optimizer", "a function (parameters) -> optimizer"),
+        **{name: _function(getattr(options, name), f"--{name}", form) for name, form in options.own.items()},
+        steps=options.steps,
+        strict=options.strict,
+        timeout=options.timeout,
+        show=None if options.json else lambda check: print(check.line(), flush=True),
+    )
+    print(report.to_json() if options.json else report.explained())
+    return 0 if report else 1
+
+
+def _function(spec: str | None, option: str, form: str) -> Any:
+    return None if spec is None else find_attribute(spec, f"{option} names {form}, as in train.py:name.")
+
+
+def _batches(options: argparse.Namespace, model: nn.Module, shape: MeshShape) -> Any:
+    """Return the function that makes batches: the user's, or one that draws them for an example."""
+    if options.batch is not None:
+        if options.example:
+            raise UsageError("`shardlib audit` takes --batch or --example; give one of them.")
+        return _function(options.batch, "--batch", "a function (step) -> global batch")
+    example = inputs.read(options.example) or _labelled(model, inputs.of_model(model, shape))
+    whole = inputs.of_all_ranks(example, shape.data_ranks)
+    return functools.partial(inputs.drawn, whole, inputs.smallest_table(model))
+
+
+def _labelled(model: nn.Module, example: dict[str, Any]) -> dict[str, Any]:
+    """Add labels to what a language model takes: several rows, so that rows and labels can be left out."""
+    if not type(model).__name__.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForMaskedLM")):
+        return example
+    ids = example["input_ids"]
+    rows = ids.new_empty(2, max(8, ids.shape[1]))
+    return dict.fromkeys((*example, "labels"), rows)

@@ -1,0 +1,29 @@
+"""The libraries whose sharding an audit takes up, a file each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardlib.testing.auditing.hosts._host import Host, NotOffered, NotReached, Tensors
+from shardlib.testing.auditing.hosts.accelerate import Accelerate
+from shardlib.testing.auditing.hosts.lightning import Lightning
+from shardlib.testing.auditing.hosts.transformers import Transformers
+
+__all__ = ["Host", "NotOffered", "NotReached", "Tensors", "host_of"]
+
+HOSTS: tuple[type[Host], ...] = (
+    Accelerate,
+    Lightning,
+    Transformers,
+    Host,
+)  # the first that takes what `shard` returned
+
+
+def host_of(made: Any) -> Host:
+    """Return the host of what `shard` has returned.
+
+    Raises:
+        InputError: there is no model in it.
+    """
+    parts = tuple(made) if isinstance(made, tuple | list) else (made,)
+    return next((host for host in HOSTS if host.takes(parts)), Host)(parts)

@@ -1,0 +1,223 @@
+"""Runs code that was written for accelerators on CPU ranks over gloo, in float64 and without dropout, and notes what it
+changed."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import FrameType
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.overrides import TorchFunctionMode
+
+__all__ = ["Redirected", "redirected"]
+
+_ACCELERATOR = re.compile(r"(cuda|hip|xpu|npu|hpu|mps|gpu)(:\d+)?")
+_BACKENDS = re.compile(r"nccl|rccl|xccl|hccl|cpu:gloo,cuda:nccl")
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+_CASTS: dict[Any, str] = {torch.Tensor.half: "float16", torch.Tensor.bfloat16: "bfloat16", torch.Tensor.float: ""}
+_MOVES = {torch.Tensor.cuda, torch.Tensor.xpu}
+_DROPS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout}
+
+
+class Redirected(TorchFunctionMode):
+    """Inside the block, torch functions that are asked for an accelerator use the CPU, those that are asked for a
+    coarser dtype make float64, and dropout leaves its input as it is.
+
+    Attributes:
+        notes: what was changed, a sentence each.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.notes: dict[str, None] = {}
+
+    def note(self, text: str) -> None:
+        self.notes.setdefault(text)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _CASTS:
+            self._cast(_CASTS[func])
+            return torch.Tensor.double(*args)
+        if func in _MOVES:
+            self.note("cuda: tensors stay on the CPU")
+            return args[0]
+        if func in _DROPS:
+            return self._undropped(func, args, kwargs)
+        if func is torch.device:
+            made = func(*args, **kwargs)
+            return made if _is_torch(sys._getframe(1)) else self._device(made)
+        if func is torch.Tensor.to:
+            args = (args[0], *(self._device(self._argument(arg)) for arg in args[1:]))
+        else:
+            args = tuple(self._argument(arg) for arg in args)
+        if kwargs:
+            kwargs = {name: self._keyword(name, value) for name, value in kwargs.items()}
+        return func(*args, **kwargs)
+
+    def _keyword(self, name: str, value: Any) -> Any:
+        if name == "device":
+            return self._device(value)
+        if name == "dropout_p" and value:
+            self._note_dropout()
+            return 0.0
+        return self._argument(value)
+
+    def _argument(self, value: Any) -> Any:
+        kind = type(value)
+        if kind is torch.dtype:
+            if value in _FLOATS:
+                self._cast("" if value is torch.float32 else str(value).removeprefix("torch."))
+                return torch.float64
+        elif kind is torch.device:
+            return self._device(value)
+        return value
+
+    def _device(self, value: Any) -> Any:
+        """Return the CPU for an accelerator, for its name or its number."""
+        kind = type(value)
+        named = kind is str and _ACCELERATOR.fullmatch(value)
+        if kind is int or named or (kind is torch.device and value.type not in ("cpu", "meta")):
+            self.note("cuda: tensors stay on the CPU")
+            return torch.device("cpu")
+        return value
+
+    def _cast(self, dtype: str) -> None:
+        if dtype:  # float32 is asked for by many models, in norms and losses; it says nothing of how they are trained
+            self.note(f"{dtype}: everything is computed in float64")
+
+    def _undropped(self, func: Any, args: Any, kwargs: Any) -> Any:
+        p = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
+        training = kwargs.get("training", args[2] if len(args) > 2 else True)
+        if p and training:
+            self._note_dropout()
+        kwargs = {name: value for name, value in kwargs.items() if name not in ("p", "training")}
+        return func(args[0], 0.0, True, *args[3:], **kwargs)
+
+    def _note_dropout(self) -> None:
+        self.note("dropout is off: ranks that draw other masks than one device are no mistake of the sharding")
+
+
+def _is_torch(frame: FrameType) -> bool:
+    """Return whether code of torch runs in a frame: it names accelerators that it does not use."""
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0] == "torch"
+
+
+@contextmanager
+def redirected() -> Iterator[Redirected]:
+    """Redirect everything inside the block.
+
+    Modules that are imported inside may take functions of torch over by name: what they take works as the original
+    outside of the block.
+    """
+    mode = Redirected()
+    default = torch.get_default_dtype()
+    with ExitStack() as stack:
+        for owner, name, make in _REPLACED:
+            stack.enter_context(mock.patch.object(owner, name, make(getattr(owner, name), mode)))
+        torch.set_default_dtype(torch.float64)
+        stack.callback(torch.set_default_dtype, default)
+        torch.compiler.set_stance("force_eager")
+        stack.callback(torch.compiler.set_stance, "default")
+        stack.enter_context(mode)
+        yield mode
+
+
+Original = Callable[..., Any]
+
+
+def _init_process_group(original: Original, mode: Redirected) -> Original:
+    def init_process_group(*args: Any, **kwargs: Any) -> None:
+        if not dist.is_initialized():
+            original(*args, **kwargs)
+        elif backend := _backend(args, kwargs):
+            mode.note(f"{backend}: ranks meet over gloo")
+
+    return init_process_group
+
+
+def _new_group(original: Original, mode: Redirected) -> Original:
+    def new_group(*args: Any, **kwargs: Any) -> Any:
+        if _BACKENDS.search(str(kwargs.get("backend") or "")):
+            kwargs["backend"] = None
+        return original(*args, **kwargs)
+
+    return new_group
+
+
+def _backend(args: Any, kwargs: Any) -> str:
+    found = _BACKENDS.search(str(args[0] if args else kwargs.get("backend") or ""))
+    return found[0] if found else ""
+
+
+def _mesh_init(original: Original, mode: Redirected) -> Original:
+    def __init__(self: DeviceMesh, device_type: str, *args: Any, **kwargs: Any) -> None:
+        if _ACCELERATOR.fullmatch(device_type):
+            mode.note("cuda: meshes are of the CPU")
+            device_type = "cpu"
+        original(self, device_type, *args, **kwargs)
+
+    return __init__
+
+
+def _policy_init(original: Original, mode: Redirected) -> Original:
+    def __init__(self: MixedPrecisionPolicy, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+            if getattr(self, name) is not None:
+                mode.note("MixedPrecisionPolicy: everything is computed in float64")
+                object.__setattr__(self, name, None)
+
+    return __init__
+
+
+def _autocast_enter(original: Original, mode: Redirected) -> Original:
+    def __enter__(self: torch.autocast) -> Any:
+        mode.note("autocast: everything is computed in float64")
+        self._enabled = False
+        return original(self)
+
+    return __enter__
+
+
+def _nothing(_original: Original, _mode: Redirected) -> Original:
+    return lambda *args, **kwargs: None
+
+
+def _zero(_original: Original, _mode: Redirected) -> Original:
+    return lambda *args, **kwargs: 0
+
+
+def _cpu(_original: Original, _mode: Redirected) -> Original:
+    return lambda *args, **kwargs: torch.device("cpu")
+
+
+_REPLACED: tuple[tuple[Any, str, Callable[[Original, Redirected], Original]], ...] = (
+    (dist, "init_process_group", _init_process_group),
+    (dist.distributed_c10d, "init_process_group", _init_process_group),
+    (dist, "new_group", _new_group),
+    (DeviceMesh, "__init__", _mesh_init),
+    (MixedPrecisionPolicy, "__init__", _policy_init),
+    (torch.autocast, "__enter__", _autocast_enter),
+    (torch.cuda, "set_device", _nothing),
+    (torch.cuda, "synchronize", _nothing),
+    (torch.cuda, "empty_cache", _nothing),
+    (torch.cuda, "reset_peak_memory_stats", _nothing),
+    (torch.cuda, "manual_seed", _nothing),
+    (torch.cuda, "manual_seed_all", _nothing),
+    (torch.cuda, "current_device", _zero),
+    (torch.cuda, "max_memory_allocated", _zero),
+    (torch.cuda, "memory_allocated", _zero),
+    (torch.accelerator, "current_accelerator", _cpu),
+    (torch.accelerator, "set_device_index", _nothing),
+    (torch.accelerator, "synchronize", _nothing),
+)

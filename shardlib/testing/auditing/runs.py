@@ -1,0 +1,230 @@
+"""The runs that an audit compares: the sharded model with its host's means, and one device that works as data ranks
+do."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardlib.engine._torch import pytree
+from shardlib.errors import InputError
+from shardlib.testing.auditing.hosts import Host
+from shardlib.testing.equivalence import parts
+from shardlib.testing.equivalence.case import Case
+from shardlib.testing.equivalence.train import Run
+
+__all__ = ["UNCLIPPED", "ByRank", "HostRun", "StaleOptimizer", "remade"]
+
+UNCLIPPED = 1e12  # a norm to clip to, that no gradient has
+
+
+class HostRun(Run):
+    """The sharded model, trained by the means of its host."""
+
+    def __init__(
+        self,
+        case: Case,
+        host: Host,
+        rank_coordinate: parts.RankCoordinate,
+        clip: Callable[[Any], torch.Tensor] | None = None,
+    ) -> None:
+        self.host, self.rank_coordinate, self.users_clip = host, rank_coordinate, clip
+        self.rows_of_one_device: dict[str, int] = {}
+        super().__init__(case, host.model, rank_coordinate.data, sharded=True, made=host.optimizer)
+        self._check_mesh()
+
+    @property
+    def module(self) -> nn.Module:
+        """The model without the wrapper of a host."""
+        return self.host.module
+
+    @property
+    def plan(self) -> None:
+        """None: nothing here was sharded by a plan."""
+        return None
+
+    def _check_mesh(self) -> None:
+        """Check that the ranks of DTensors' meshes are in the order of the audit's mesh."""
+        mesh = self.rank_coordinate.mesh
+        for name, tensor in self.tensors()[0].items():
+            if not isinstance(tensor, DTensor):
+                continue
+            own = dict(
+                zip(tensor.device_mesh.mesh_dim_names or (), tensor.device_mesh.get_coordinate() or (), strict=False)
+            )
+            for axis, index in own.items():
+                if axis in mesh and self.rank_coordinate.coordinate[axis] != index:
+                    raise InputError(
+                        f'On mesh "{mesh}" this rank is at {axis}={self.rank_coordinate.coordinate[axis]}; the mesh '
+                        f'of "{name}" has it at {axis}={index}. Give the axes in the order of the mesh that shard= '
+                        f"makes: {tensor.device_mesh}."
+                    )
+
+    def _randomness(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def _reducing(self, micro: int) -> AbstractContextManager[None]:
+        return self.host.accumulating() if micro < self.case.accumulate - 1 else nullcontext()
+
+    def parts_of(self, batches: Iterable[Any]) -> list[Any]:
+        """Return this rank's rows of global batches."""
+        return [self._part_of(batch) for batch in batches]
+
+    def begin(self, step: int) -> None:
+        self.host.zero_grad(self.optimizer)
+
+    def _backward(self, loss: torch.Tensor, _micro: int) -> None:
+        self.host.backward(loss)
+
+    def clip(self) -> torch.Tensor | None:
+        norm = self.case.clip
+        return None if norm is None or callable(norm) else self._clipped(norm)
+
+    def norm(self) -> torch.Tensor | None:
+        """Return the norm that the host's clipping computes of all gradients."""
+        return self._clipped(UNCLIPPED)
+
+    def _clipped(self, norm: float) -> torch.Tensor | None:
+        """Clip by the user's means or by the host's."""
+        if self.users_clip is not None:
+            found: Any = self.users_clip(self.host.returned)
+        else:
+            found = self.host.clip(self.optimizer, norm)
+        return found.full_tensor() if isinstance(found, DTensor) else found
+
+    def step(self) -> None:
+        self.host.step(self.optimizer)
+
+    def tensors(self) -> tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]]:
+        params, buffers = self.host.tensors()
+        return {name: self._unpadded(name, p) for name, p in params.items()}, buffers
+
+    def gradients(self) -> dict[str, torch.Tensor | None]:
+        found = self.host.gradients()
+        return {name: None if g is None else self._unpadded(name, g) for name, g in found.items()}
+
+    def state(self) -> dict[str, torch.Tensor]:
+        found = self.host.state(self.optimizer)
+        return {name: self._unpadded(name.split(": ")[0], tensor) for name, tensor in found.items()}
+
+    def _unpadded(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor without the rows that sharding has added to those of one device. Collective where it has."""
+        rows = self.rows_of_one_device.get(name, 0)
+        if not rows or not tensor.ndim or len(tensor) <= rows:
+            return tensor
+        with torch.no_grad():
+            full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            return full.detach()[:rows]
+
+    def locals(self) -> dict[str, torch.Tensor]:
+        """Return this rank's local tensors."""
+        params, buffers = self.tensors()
+        return {name: parts.local(tensor) for name, tensor in {**params, **buffers}.items()}
+
+    def layouts(self) -> dict[str, str]:
+        """Return the layouts of parameters, as text."""
+        return {
+            name: str(parts.layout_of(p)[0]) if isinstance(p, DTensor) else f"plain {tuple(p.shape)}"
+            for name, p in self.tensors()[0].items()
+        }
+
+    def full_values(self) -> dict[str, torch.Tensor]:
+        """Return full parameters and buffers. Collective."""
+        params, buffers = self.tensors()
+        with torch.no_grad():
+            return {
+                name: t.full_tensor().detach() if isinstance(t, DTensor) else t.detach().clone()
+                for name, t in {**params, **buffers}.items()
+            }
+
+
+class ByRank(Run):
+    """One device that computes the mean of the data ranks' means, each of its own rows; buffers are this rank's."""
+
+    def __init__(
+        self, case: Case, model: nn.Module, place: tuple[int, int], made: torch.optim.Optimizer | None = None
+    ) -> None:
+        super().__init__(case, model, made=made)
+        self.place = place
+
+    def forward_backward(self, step: int, micro: int) -> torch.Tensor:
+        index, count = self.place
+        losses, outputs = [], []
+        mine: dict[str, torch.Tensor] = {}
+        before = {name: b.clone() for name, b in self.model.named_buffers()}
+        for part in range(count):
+            self._set_buffers(before)
+            self.rows = (part, count)
+            losses.append(super().forward_backward(step, micro))
+            outputs.append(self.output)
+            if part == index:
+                mine = {name: b.clone() for name, b in self.model.named_buffers()}
+        self._set_buffers(mine)
+        self.output = pytree.tree_map(_together, *outputs)
+        return torch.stack(losses).mean()
+
+    def loss_of(self, batch: Any) -> torch.Tensor:
+        losses, outputs = [], []
+        for part in range(self.place[1]):
+            self.rows = (part, self.place[1])
+            losses.append(super().loss_of(batch))
+            outputs.append(self.output)
+        self.output = pytree.tree_map(_together, *outputs)
+        return torch.stack(losses).mean()
+
+    def _backward(self, loss: torch.Tensor, _micro: int) -> None:
+        (loss / self.place[1]).backward()
+
+    def _set_buffers(self, values: Mapping[str, torch.Tensor]) -> None:
+        with torch.no_grad():
+            for name, buffer in self.model.named_buffers():
+                buffer.copy_(values[name])
+
+
+def _together(*of_ranks: Any) -> Any:
+    """Join outputs of data ranks: rows one after another, scalars as their mean."""
+    if not isinstance(of_ranks[0], torch.Tensor):
+        return of_ranks[0]
+    return torch.cat(of_ranks) if of_ranks[0].ndim else torch.stack(of_ranks).mean()
+
+
+def _nth(optimizer: torch.optim.Optimizer, param: torch.Tensor, names: list[str]) -> str:
+    """Return the name of a parameter by its place among those of the optimizer, which has all of them in order."""
+    every = [id(p) for group in optimizer.param_groups for p in group["params"]]
+    return names[every.index(id(param))] if len(every) == len(names) else "the first"
+
+
+class StaleOptimizer(Exception):
+    """An optimizer of parameters that are not the model's."""
+
+
+def remade(host: Host, sharded: HostRun, single: nn.Module) -> torch.optim.Optimizer | None:
+    """Make the optimizer that `shard` returned again for one device: its class, with its groups of parameters.
+
+    Raises:
+        StaleOptimizer: it has parameters that the sharded model does not have.
+    """
+    made = host.optimizer
+    if made is None:
+        return None
+    inner = getattr(made, "optimizer", made)
+    names = {id(p): name for name, p in host.tensors()[0].items()}
+    mine = dict(Run(sharded.case, single).tensors()[0])
+    groups = []
+    for group in inner.param_groups:
+        strange = [p for p in group["params"] if id(p) not in names]
+        if strange:
+            raise StaleOptimizer(
+                f"{len(strange)} parameters of the optimizer, such as {_nth(inner, strange[0], list(mine))}, are not "
+                "the sharded model's: it was made before sharding, and steps tensors that nothing computes with"
+            )
+        rest = {key: value for key, value in group.items() if key != "params"}
+        groups.append({**rest, "params": [mine[names[id(p)]] for p in group["params"]]})
+    takes = inspect.signature(type(inner)).parameters
+    return type(inner)(groups, **{name: value for name, value in inner.defaults.items() if name in takes})
