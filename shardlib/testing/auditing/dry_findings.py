@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from shardlib._plan.fold import fold
 from shardlib._plan.readable import human_bytes, human_count
 from shardlib.engine import _torch
-from shardlib.testing.audit.dry_grid import NOTHING, Parts
-from shardlib.testing.audit.dry_report import DryFinding, DryWork, Kept
-from shardlib.testing.audit.dry_watch import Watch
+from shardlib.testing.auditing.dry_grid import NOTHING, Parts
+from shardlib.testing.auditing.dry_report import DryFinding, DryWork, Kept
+from shardlib.testing.auditing.dry_watch import Watch
 
 __all__ = ["Sharded", "folded", "shapes_of", "ties_of"]
 

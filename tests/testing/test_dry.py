@@ -19,9 +19,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from shardlib import engine
 from shardlib.errors import MeshError, PlanError
-from shardlib.testing.audit.dry import DryReport, dry_audit
-from tests.testing.audit import dry_cases as cases
-from tests.testing.audit.dry_cases import DIM, Words, ids
+from shardlib.testing.auditing.dry import DryReport, dry_audit
+from tests.testing import dry_cases as cases
+from tests.testing.dry_cases import DIM, Words, ids
 
 SP = "dp=4,tp=2"
 EACH = "layers.0", "layers.1"

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from shardlib.engine import _torch
-from shardlib.testing.audit.dry_grid import NOTHING, Part, Parts
+from shardlib.testing.auditing.dry_grid import NOTHING, Part, Parts
 
 __all__ = ["Marks"]
 
@@ -37,7 +37,7 @@ class Marks:
     """The marks of all storages that are alive.
 
     >>> from shardlib import MeshShape
-    >>> from shardlib.testing.audit.dry_grid import Grid
+    >>> from shardlib.testing.auditing.dry_grid import Grid
     >>> tp = Grid(MeshShape("tp=2")).all
     >>> marks, whole = Marks(), torch.zeros(4, 2)
     >>> marks.write(whole[:1], tp)

@@ -27,11 +27,11 @@ from shardlib.engine import _torch
 from shardlib.engine._torch import pytree
 from shardlib.engine.feature.recording import record_collectives
 from shardlib.errors import PlanError, ShardlibError, short_traceback
-from shardlib.testing.audit.dry_findings import Sharded, folded, shapes_of, ties_of
-from shardlib.testing.audit.dry_grid import Grid
-from shardlib.testing.audit.dry_report import DryFinding, DryReport, DryWork, Kept
-from shardlib.testing.audit.dry_watch import Watch
-from shardlib.testing.audit.dry_world import foreign_world
+from shardlib.testing.auditing.dry_findings import Sharded, folded, shapes_of, ties_of
+from shardlib.testing.auditing.dry_grid import Grid
+from shardlib.testing.auditing.dry_report import DryFinding, DryReport, DryWork, Kept
+from shardlib.testing.auditing.dry_watch import Watch
+from shardlib.testing.auditing.dry_world import foreign_world
 from shardlib.testing.equivalence.case import default_loss
 
 __all__ = ["DryFinding", "DryReport", "DryWork", "Kept", "dry_audit"]

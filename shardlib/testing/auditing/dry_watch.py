@@ -20,8 +20,8 @@ from torch.distributed.tensor import Partial, Replicate
 from shardlib._plan.report import RunPhase
 from shardlib.engine import _torch
 from shardlib.engine.feature.recording import Call
-from shardlib.testing.audit.dry_grid import NOTHING, Grid, Part, Parts
-from shardlib.testing.audit.dry_marks import Marks
+from shardlib.testing.auditing.dry_grid import NOTHING, Grid, Part, Parts
+from shardlib.testing.auditing.dry_marks import Marks
 
 __all__ = ["Contradiction", "Misuse", "Watch", "Work"]
 

@@ -1,1 +1,0 @@
-"""Audits of models that other code has sharded."""
