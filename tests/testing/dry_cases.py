@@ -99,6 +99,10 @@ def replicated(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     return replicate(model, mesh=mesh["dp"])
 
 
+def replicated_and_parallel(model: Words, mesh: DeviceMesh) -> nn.Module:
+    return replicated(tensor_parallel(model, mesh, data=False), mesh)
+
+
 def in_ddp(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     return DistributedDataParallel(model, device_ids=[0], process_group=mesh.get_group("dp"))
 
@@ -203,6 +207,7 @@ RIGHT: dict[str, tuple[Any, Any, str]] = {
     "FSDP": (Words, lambda model, mesh: data_parallel(model, mesh), "dp=4"),
     "HSDP": (Words, lambda model, mesh: data_parallel(model, mesh), "dp_replicate=2,dp_shard=4"),
     "replicate": (Words, replicated, "dp=4"),
+    "tensor parallel and replicate": (Words, replicated_and_parallel, "dp=4,tp=2"),
     "DDP": (Words, in_ddp, "dp=4"),
     "replicate by DDP": (Words, by_composable_ddp, "dp=4"),
     "its own mesh": (Words, on_own_mesh, "dp=4"),

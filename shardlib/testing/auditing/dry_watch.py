@@ -141,7 +141,10 @@ class Watch:
             return
         axes = self._read(given)
         for tensor in written:
-            self.marks.write(tensor, axes)
+            if _keeps_order(name, given, tensor):
+                self._copy(given[0], tensor, lambda own: own)
+            else:
+                self.marks.write(tensor, axes)
             self.marks.set_pending(tensor, pending)
         self._results(name, call, given, axes, pending)
 
@@ -153,7 +156,7 @@ class Watch:
             source = sources.get(id(_torch.storage_of(tensor)))
             if source is not None:
                 self.marks.add_own(tensor, self.marks.own(source))
-            elif name in _SAME_ORDER and len(given) == 1:
+            elif _keeps_order(name, given, tensor):
                 self._copy(given[0], tensor, lambda own: own)
             else:
                 self.marks.write(tensor, axes)
@@ -243,7 +246,7 @@ _NO_VALUES = frozenset((
 ))
 # fmt: on
 # Ops that give each element of one tensor its place in another one, in order.
-_SAME_ORDER = frozenset({"_to_copy", "clone"})
+_SAME_ORDER = frozenset({"_to_copy", "clone", "copy_", "mul", "div"})
 
 _AFTER: dict[str, Callable[[Parts, Parts], Parts]] = {
     "all_reduce": lambda before, axes: before - axes,
@@ -270,6 +273,12 @@ def _operands(name: str, call: Call) -> Iterator[torch.Tensor]:
     """Iterate over the tensors whose values an op reads."""
     args = call.args[1:] if name == "copy_" else call.args
     return _tensors(args, {key: value for key, value in call.kwargs.items() if key != "out"})
+
+
+def _keeps_order(name: str, given: Sequence[torch.Tensor], target: torch.Tensor) -> bool:
+    """Tell whether each element of one operand, in order, makes the element at its place: a buffer keeps its parts."""
+    alone = name in _SAME_ORDER and len(given) == 1 and given[0].numel() == target.numel()
+    return alone and given[0].is_contiguous() and target.is_contiguous()
 
 
 def _received(call: Call) -> list[torch.Tensor]:

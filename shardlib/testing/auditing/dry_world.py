@@ -20,6 +20,7 @@ from shardlib.engine import _torch
 __all__ = ["foreign_world"]
 
 _ACCELERATORS = ("cuda", "xpu", "hpu", "npu", "mps")
+_NUMBERED = (*_ACCELERATORS, "cpu")  # fake tensors on "cpu" and "cpu:0" do not meet
 _MANY_CHUNKS = 16
 
 
@@ -43,16 +44,24 @@ class _OnCpu(TorchFunctionMode):
             if key not in self._empty:
                 self._empty[key] = func(*args)
             return self._empty[key]
+        if func is torch.Tensor.to and _torch.is_fake_tensor(args[0]):
+            args = tuple(map(_not_meta, args))
         args, kwargs = tuple(map(_on_cpu, args)), {name: _on_cpu(value) for name, value in (kwargs or {}).items()}
         if self.sharding and func in (torch.chunk, torch.Tensor.chunk) and _is_many(*args[1:2], **kwargs):
             return _equal_chunks(func, *args, **kwargs)
         return func(*args, **kwargs)
 
 
+def _not_meta(value: Any) -> Any:
+    """Return the CPU for meta: a fake tensor takes no memory either, and may not become one on meta in its place."""
+    is_meta = value == "meta" if isinstance(value, str) else isinstance(value, torch.device) and value.type == "meta"
+    return "cpu" if is_meta else value
+
+
 def _on_cpu(value: Any) -> Any:
-    if isinstance(value, torch.device) and value.type in _ACCELERATORS:
+    if isinstance(value, torch.device) and value.type in _NUMBERED:
         return torch.device("cpu")
-    if isinstance(value, str) and value.partition(":")[0] in _ACCELERATORS:
+    if isinstance(value, str) and value.partition(":")[0] in _NUMBERED:
         return "cpu"
     return value
 
