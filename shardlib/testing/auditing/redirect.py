@@ -3,8 +3,8 @@ changed."""
 
 from __future__ import annotations
 
+import inspect
 import re
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import FrameType
@@ -55,7 +55,7 @@ class Redirected(TorchFunctionMode):
             return self._undropped(func, args, kwargs)
         if func is torch.device:
             made = func(*args, **kwargs)
-            return made if _is_torch(sys._getframe(1)) else self._device(made)
+            return made if _is_torch(inspect.currentframe()) else self._device(made)
         if func is torch.Tensor.to:
             args = (args[0], *(self._device(self._argument(arg)) for arg in args[1:]))
         else:
@@ -107,9 +107,10 @@ class Redirected(TorchFunctionMode):
         self.note("dropout is off: ranks that draw other masks than one device are no mistake of the sharding")
 
 
-def _is_torch(frame: FrameType) -> bool:
-    """Return whether code of torch runs in a frame: it names accelerators that it does not use."""
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0] == "torch"
+def _is_torch(current: FrameType | None) -> bool:
+    """Return whether code of torch called a frame: it names accelerators that it does not use."""
+    frame = None if current is None else current.f_back
+    return frame is not None and str(frame.f_globals.get("__name__", "")).partition(".")[0] == "torch"
 
 
 @contextmanager
@@ -180,13 +181,12 @@ def _policy_init(original: Original, mode: Redirected) -> Original:
     return __init__
 
 
-def _autocast_enter(original: Original, mode: Redirected) -> Original:
-    def __enter__(self: torch.autocast) -> Any:
+def _autocast_init(original: Original, mode: Redirected) -> Original:
+    def __init__(self: torch.autocast, device_type: str, *args: Any, **kwargs: Any) -> None:
         mode.note("autocast: everything is computed in float64")
-        self._enabled = False
-        return original(self)
+        original(self, "cpu", enabled=False)
 
-    return __enter__
+    return __init__
 
 
 def _nothing(_original: Original, _mode: Redirected) -> Original:
@@ -207,7 +207,7 @@ _REPLACED: tuple[tuple[Any, str, Callable[[Original, Redirected], Original]], ..
     (dist, "new_group", _new_group),
     (DeviceMesh, "__init__", _mesh_init),
     (MixedPrecisionPolicy, "__init__", _policy_init),
-    (torch.autocast, "__enter__", _autocast_enter),
+    (torch.autocast, "__init__", _autocast_init),
     (torch.cuda, "set_device", _nothing),
     (torch.cuda, "synchronize", _nothing),
     (torch.cuda, "empty_cache", _nothing),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import multiprocessing
 import tempfile
 import threading
 import time
@@ -98,6 +99,11 @@ def audit(
         >>> report.ok, report["gradients"].verdict
         (True, 'right')
     """
+    if multiprocessing.current_process().daemon:
+        raise InputError(
+            "audit() was called on a rank of an audit: the file with build= or shard= calls it when it is imported. Put "
+            'the call under `if __name__ == "__main__":`.'
+        )
     shape = MeshShape.of(mesh)
     if -1 in shape.sizes:
         raise MeshError(f'audit() was given mesh "{shape}"; give every size, for as many ranks to be started.')

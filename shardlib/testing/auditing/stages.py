@@ -1,4 +1,4 @@
-"""What an audit compares on each rank, one stage after another, and the verdicts."""
+"""Stages of an audit: what each rank compares, one after another, and the verdicts."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ _APART = 5.0  # seconds that a rank which raised waits for the others to come to
 
 @dataclass(frozen=True)
 class Subject:
-    """What is audited, apart from its functions."""
+    """Arguments of an audit, apart from its functions."""
 
     mesh: MeshShape
     steps: int = 2
@@ -89,7 +89,7 @@ def _unused(_model: nn.Module, _mesh: Any) -> nn.Module:
 
 @dataclass
 class Journal:
-    """What the first rank has compared so far, in a file, for the process that waits for it."""
+    """Record of what the first rank has compared, in a file, for the process that waits for it."""
 
     folder: Path
     checks: list[Check] = field(default_factory=list)
@@ -448,7 +448,9 @@ class _Stages:
     def _loss_alone(self, case: Case) -> torch.Tensor:
         try:
             with torch.no_grad():
-                return Run(case, _torch.copied(self.start)).loss_of(case.batch(0))
+                model = _torch.copied(self.start)
+                alone = ByRank(case, model, self.rank_coordinate.data) if self.weighted else Run(case, model)
+                return alone.loss_of(case.batch(0))
         except Exception as error:
             raise NotOffered(f"one device raises too: {first_line(error)}") from error
 
@@ -583,6 +585,7 @@ class _Stages:
             losses = [run.loss_of(case.batch(0)) for run in (self.alone, self.sharded)]
         for run in (self.alone, self.sharded):
             run.model.train()
+        self.sharded.host.reshard()
         notes.batch(0)
         notes.loss(0, "loss", losses)
         notes.outputs(0, "")
@@ -601,9 +604,13 @@ class _Stages:
             alone = generate(self.single, ids)
             draws = not torch.equal(alone, generate(self.single, ids))
             torch.set_rng_state(self.random)
-            here = generate(self.sharded.module if own is None else self.sharded.host.returned, ids)
+            if own is None:
+                here = self._by_host("generate", lambda: _greedy(self.sharded.module, ids))
+            else:
+                here = own(self.sharded.host.returned, ids)
         self.single.train()
         self.sharded.module.train()
+        self.sharded.host.reshard()
         every = agree.exchange(here)
         apart = [rank for rank, tokens in enumerate(every) if not torch.equal(tokens, every[0])]
         if apart:
