@@ -10,6 +10,7 @@ import torch
 from shardlib import MeshShape
 from shardlib.testing.auditing.dry_grid import NOTHING, Grid
 from shardlib.testing.auditing.dry_marks import Marks
+from shardlib.testing.auditing.dry_watch import Watch
 
 GRID = Grid(MeshShape("dp=4,tp=2"))
 DP, TP = GRID.of_axes(["dp"]), GRID.of_axes(["tp"])
@@ -83,3 +84,11 @@ def test_a_group_that_does_not_follow_the_mesh_has_no_parts(ranks: tuple[int, ..
 def test_groups_that_divide_an_axis_in_no_order_leave_it_whole():
     grid = Grid(MeshShape("dp=6"), [(0, 1, 3), (0, 4)])
     assert len(grid.of_axes(["dp"])) == 1 and grid.of_ranks(tuple(range(6))) == grid.all
+
+
+def test_a_copy_of_a_buffer_keeps_what_differs_apart():
+    watch, buffer, longer = Watch(GRID), torch.zeros(6), torch.zeros(12)
+    watch.marks.write_range(buffer, 2, 4, DP | TP)
+    watch._copy(buffer, longer, lambda before: before - DP)
+    assert watch.marks.ranges(longer[:6]) == [(2, 4, TP)]
+    assert watch.marks.read(longer[6:]) == TP  # of the other ranks' parts it is not known which
