@@ -24,6 +24,7 @@ from shardlib.jax._borders import Constraints
 from shardlib.jax._context import refuse_explicit
 from shardlib.jax._dtypes import as_dtype, torch_dtype, x64
 from shardlib.jax._export import NO_SYMBOL, Around, Graph, Source, export
+from shardlib.jax._given import check_keys, refuse_elsewhere
 from shardlib.jax._interpreter import run
 from shardlib.jax._mesh import shape_of
 from shardlib.jax._narrow import fitting, refuse_narrowed
@@ -271,6 +272,7 @@ class Compiled:
         refuse_explicit("A compiled model", _UNDER_AUTO)
         arrays = self._checked(params, buffers)
         leaves, structure = _flat_arguments(args, kwargs)
+        self._check_given(arrays, leaves, rng)
         graph = self._graph(leaves, structure)
         if graph.random and rng is None:
             raise InputError(
@@ -348,6 +350,21 @@ class Compiled:
         self.check_shapes(arrays)
         return arrays
 
+    def _check_given(self, arrays: Arrays, leaves: Sequence[Any], rng: Any) -> None:
+        """Refuse shapes without values, arrays on other devices, and what is no key."""
+        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in (*arrays.values(), *leaves)):
+            raise InputError(
+                "A compiled model was called with shapes, and computes with values. Give arrays, or call "
+                "jax.eval_shape(fn, params, x) or jax.jit(fn).lower(params, x)."
+            )
+        for leaf in leaves:
+            refuse_elsewhere(leaf, self.mesh, "An argument")
+        for name, array in arrays.items():
+            refuse_elsewhere(array, self.mesh, f'"{name}"')
+        if rng is not None:
+            check_keys(rng)
+            refuse_elsewhere(rng, self.mesh, "rng")
+
     def check_shapes(self, arrays: Mapping[str, Any]) -> None:
         """Refuse arrays by name that have other shapes than those of `compile_model`."""
         for name, array in arrays.items():
@@ -391,7 +408,8 @@ def _flat_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list
 
 
 def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor | np.ndarray | np.generic | jax.Array) or hasattr(leaf, "aval")
+    arrays = torch.Tensor | np.ndarray | np.generic | jax.Array | jax.ShapeDtypeStruct
+    return isinstance(leaf, arrays) or hasattr(leaf, "aval")
 
 
 def _as_array(leaf: Any) -> Any:

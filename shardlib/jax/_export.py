@@ -379,13 +379,16 @@ def _explained(error: Exception, model: nn.Module, symbolic: Symbolic, found: Fo
     return PlanError(f"{type(model).__name__} cannot be exported{where}: {first.rstrip('.')}.{hint}")
 
 
+_NOT_THEIRS = ("/torch/", "/shardlib/jax/", "/contextlib.py", "/inspect.py", "<")
+
+
 def _line_of(error: BaseException | None) -> str:
     """Return the innermost line of the traceback that is neither torch's nor ours."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
         for frame in reversed(traceback.extract_tb(error.__traceback__)):
-            if not any(part in frame.filename for part in ("/torch/", "/shardlib/jax/", "/contextlib.py", "<")):
+            if not any(part in frame.filename for part in _NOT_THEIRS):
                 return f", at {frame.filename}:{frame.lineno}, in {frame.name}: `{frame.line}`"
         error = error.__cause__ or error.__context__
     return ""

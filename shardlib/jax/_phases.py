@@ -85,6 +85,11 @@ class OfModel:
                 f"The step of a compiled model was given parameters as {type(params).__name__}; give the dict from "
                 "names to arrays that compile_model returned."
             )
+        if tensors := [name for name, array in params.items() if hasattr(array, "untyped_storage")]:
+            raise InputError(
+                f'"{tensors[0]}" was given as a tensor of torch; give the arrays that compile_model returned. '
+                "fn.from_torch converts tensors by name."
+            )
         if missing := sorted(trained - given):
             raise InputError(f"{len(missing)} arrays are missing, {', '.join(missing[:3])} among them.")
         if strange := sorted(given - trained):

@@ -256,16 +256,18 @@ def _a_step_is_scanned_and_lowered_as_any_function() -> None:
 
 
 @_check
-def _aux_is_stacked_and_each_microbatch_has_its_key() -> None:
+def _aux_is_stacked_and_each_microbatch_has_its_keys() -> None:
     def loss_fn(params: Any, batch: Any, rng: Any) -> Any:
-        return _square(params, batch), {"key": jax.random.key_data(rng), "x": batch["x"]}
+        return _square(params, batch), {"key": jax.random.key_data(rng["drop"]), "x": batch["x"], "none": None}
 
     mesh = sj.make_mesh("dp=2,tp=4")
     step = sj.train_step(loss_fn, optax.sgd(0.1), _KERNEL, mesh, has_aux=True, accumulate=4)
     batch = {**_batch(), "factor": 2.0}
-    _, metrics = step(step.init({"kernel": _normal(0, 4, 4)}), batch, rng=jax.random.key(0))
+    _, metrics = step(step.init({"kernel": _normal(0, 4, 4)}), batch, rng={"drop": jax.random.key(0)})
     assert len({*map(tuple, np.asarray(metrics["aux"]["key"]).tolist())}) == 4
     _close(metrics["aux"]["x"][1], batch["x"][1::4])
+    step = sj.train_step(lambda p, b: (_square(p, b), None), optax.sgd(0.1), _KERNEL, mesh, has_aux=True)
+    assert jax.eval_shape(step, step.init({"kernel": _normal(0, 4, 4)}), _batch())[1]["aux"] is None
 
 
 @_check
@@ -498,7 +500,16 @@ def refused() -> dict[str, str]:
         step = made(loss_fn, **options)
         return step(step.init(params), _batch() if batch is None else batch)
 
+    def with_key(params: Any, batch: Any, rng: Any) -> Any:
+        return _square(params, batch) + jax.random.normal(rng)
+
+    def keyed(loss_fn: Any, rng: Any) -> Any:
+        step = made(loss_fn)
+        return step(step.init(params), _batch(), rng=rng)
+
     model = sj.train_step(_square, sgd, fn)
+    apart = jax.device_put(jnp.ones((8, 4)), jax.devices()[3])
+    turned = jax.sharding.Mesh(np.array(jax.devices()[::-1]), ("dp",))
     calls: dict[str, Callable[[], Any]] = {
         "optimizer": lambda: made(optimizer="adam"),
         "loss_fn": lambda: made(loss_fn=3),
@@ -522,12 +533,40 @@ def refused() -> dict[str, str]:
         "integer loss": lambda: called(lambda p, b: jnp.int32(1)),
         "rows": lambda: called(_square, {"x": jnp.ones((6, 4)), "y": jnp.ones((6, 4))}, accumulate=4),
         "key": lambda: called(_square, {**_batch(), "key": jax.random.key(0)}, accumulate=2),
+        "tensors": lambda: called(_square, {**_batch(), "x": torch.ones(8, 4)}),
+        "text": lambda: called(_square, {**_batch(), "source": "a file"}),
+        "texts": lambda: called(_square, np.array(["a", "b"])),
+        "another device": lambda: called(_square, {**_batch(), "x": apart}),
+        "another order": lambda: called(_square, jax.device_put(apart, jax.NamedSharding(turned, jax.P("dp")))),
+        "deleted": lambda: called(_square, _deleted()),
+        "shapes of a batch": lambda: called(_square, jax.eval_shape(_batch)),
+        "lowered text": lambda: (lambda step: step.lower(step.init(params), "a file"))(made()),
+        "seed": lambda: keyed(with_key, 3),
+        "keys": lambda: keyed(with_key, {"drop": jax.random.split(jax.random.key(0))}),
+        "key elsewhere": lambda: keyed(with_key, jax.device_put(jax.random.key(0), jax.devices()[3])),
+        "no key": lambda: called(with_key),
+        "key for none": lambda: keyed(_square, jax.random.key(0)),
+        "aux": lambda: called(lambda p, b: (_square(p, b), {"name": "mse"}), has_aux=True, accumulate=2),
+        "state of sgd": lambda: made(optimizer=optax.adamw(0.1))(made().init(params), _batch()),
+        "state without a scale": lambda: made(loss_scale=8.0)(made().init(params), _batch()),
+        "state of other shapes": lambda: _with_moments_of(made(optimizer=optax.adam(0.1)), params, jnp.ones((4, 8))),
+        "tensors of a model": lambda: model.init({**own, "weight": torch.ones(4, 4)}),
         "buffers": lambda: made(has_buffers=True).init(params),
         "changed buffers": lambda: _with_buffers(made),
         "shapes": lambda: made().init(jax.eval_shape(lambda: params)),
         "line search": lambda: (lambda step: step(step.init(params), _batch()))(made(optimizer=optax.lbfgs())),
     }
     return {name: raised(call) for name, call in calls.items()}
+
+
+def _deleted() -> Any:
+    batch = jnp.ones(8)
+    batch.delete()
+    return batch
+
+
+def _with_moments_of(step: Any, params: Any, other: Any) -> None:
+    step(step.init(params)._replace(opt_state=step.init({"kernel": other}).opt_state), _batch())
 
 
 def _with_buffers(made: Callable[..., Any]) -> None:
