@@ -27,7 +27,7 @@ from shardlib.rules.trees import Tree
 __all__ = ["PHASES", "cast", "plan", "refuse_settings", "shard_params", "shardings"]
 
 # How the torch engine sends what XLA sends by itself, and the scale of the loss, which train_step carries out.
-_SERVED = ("bucket_mb", "unbucketed_mb", "overlap", "scaler")
+_SERVED = ("bucket_mb", "unbucketed_mb", "scaler")
 PHASES: tuple[Phase, ...] = get_args(Phase)
 
 
@@ -190,6 +190,11 @@ def refuse_settings(plan: Plan, *, served: Sequence[str] = ()) -> None:
                 f"{', '.join(plan.transforms)}; on JAX they have the dtype of the master copy. Leave grads= out."
             )
     asked = {name: value for name, value in plan.step.settings().items() if name not in (*_SERVED, *served)}
+    if asked == {"overlap": True}:
+        raise PlanError(
+            f"The plan asks for overlap=True, by {', '.join(plan.transforms)}; XLA overlaps communication by itself. "
+            "Leave overlap= out."
+        )
     if asked:
         named = ", ".join(f"{name}={value!r}" for name, value in asked.items())
         raise PlanError(
