@@ -30,8 +30,10 @@ from shardlib.jax._mesh import shape_of
 from shardlib.jax._narrow import fitting, refuse_narrowed
 from shardlib.jax._opaque import Routing
 from shardlib.jax._scan import Run, find_runs
+from shardlib.jax._statistics import reduced_dim, without_dim
 from shardlib.jax._storage import Storage, storage_of
 from shardlib.jax.rules import PHASES, refuse_settings
+from shardlib.rules.trees import name_of_path
 
 __all__ = ["Compiled", "as_call", "compile_model", "structure_of"]
 
@@ -216,7 +218,9 @@ class Compiled:
         """Return a tree of `NamedSharding`s for a tree of arrays with the parameters' names, such as optax's state.
 
         An array with a parameter's name and shape has the plan's sharding for the phase: "state" for an optimizer's
-        state, "grad" for gradients, "stored" for parameters. Everything else is replicated.
+        state, "grad" for gradients, "stored" for parameters. An array of an optimizer's state that lacks one dim of its
+        parameter, as Adafactor's means of rows and columns do, has the layout of the other dims. Everything else is
+        replicated.
 
         >>> from shardlib.jax import make_mesh
         >>> fn, params = compile_model(nn.Linear(4, 8), make_mesh("dp=1,tp=1"), {"*": "out@tp ..."})
@@ -230,9 +234,12 @@ class Compiled:
         def find(path: Any, leaf: Any) -> NamedSharding:
             names = [str(getattr(key, "key", "")) for key in path]
             stored = next((self._stored[name] for name in reversed(names) if name in self._stored), None)
-            if stored is None or tuple(np.shape(leaf)) != stored.array_shape or phase not in stored.specs:
+            if stored is None or phase not in stored.specs:
                 return replicated
-            return stored.sharding(phase)
+            if (shape := tuple(np.shape(leaf))) == stored.array_shape:
+                return stored.sharding(phase)
+            dim = reduced_dim(stored.array_shape, shape, name_of_path(path)) if phase == "state" else None
+            return replicated if dim is None else NamedSharding(self.mesh, without_dim(stored.specs[phase], dim))
 
         return jax.tree_util.tree_map_with_path(find, tree)
 

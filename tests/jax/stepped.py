@@ -411,6 +411,25 @@ def _added_axes_go_to_a_dim_that_they_divide() -> None:
     assert specs == {"table": "P(None, 'dp')", "odd": "P(None, None)", "tiny": "P()", "even": "P('dp', None)"}, specs
 
 
+@_check
+def _means_of_adafactor_have_the_layout_of_the_dims_that_they_keep() -> None:
+    """Rules of a tree and a compiled model agree, also where both dims have one size."""
+    mesh, adafactor = sj.make_mesh("dp=2,tp=4"), optax.adafactor(0.1, min_dim_size_to_factor=4)
+    for rows, columns in ((8, 16), (16, 8), (8, 8)):
+        model, rules = nn.Linear(columns, rows, bias=False), {"weight": "out@tp in"}
+        fn, params = sj.compile_model(model, mesh, rules, transforms=[sl.zero(1)])
+        by_rules = sj.train_step(lambda p, x: x, adafactor, rules, mesh, transforms=[sl.zero(1)])
+        for step in (by_rules, sj.train_step(lambda p, x: x, adafactor, fn)):
+            state = step.abstract(params).opt_state[0]
+            assert step.abstract(params).params["weight"].sharding.spec == jax.P("tp", None)
+            both = {"row": state.v_row["weight"], "col": state.v_col["weight"]}
+            # v_row keeps the smaller dim, the first of two; zero(1) adds dp to the first.
+            smaller, larger = ("row", "col") if rows <= columns else ("col", "row")
+            assert both[smaller].sharding.spec == jax.P(("tp", "dp")), both
+            assert both[larger].sharding.spec == jax.P(None), both
+            assert both[smaller].shape == (rows,) and both[larger].shape == (columns,)
+
+
 # --- axes of type Explicit --------------------------------------------------------------------------------------------
 
 
