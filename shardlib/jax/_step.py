@@ -89,7 +89,8 @@ def train_step(
             masked. The step divides by the count of the whole batch, or by 1 if that is 0; no gradient flows through
             the count.
         has_buffers: `loss_fn(params, buffers, batch)` returns `(loss, buffers)`, or `(loss, (buffers, aux))`, as
-            BatchNorm needs it; `step.init(params, buffers)` takes the first ones.
+            BatchNorm needs it; `step.init(params, buffers)` takes the first ones. Rules that match their names lay them
+            out, and the others are replicated. Transforms do not change them.
         accumulate: the number of microbatches, which run one after the other. Microbatch i of n has the rows i, i + n,
             i + 2n and so on, which are on the device that has the batch's rows already.
         clip: the largest norm of all gradients together, as of `optax.clip_by_global_norm`; `math.inf` only reports
@@ -126,7 +127,7 @@ def train_step(
         raise InputError(f"train_step(accumulate={accumulate!r}) was given; give a number of microbatches from 1 on.")
     if clip is not None and not _positive(clip):
         raise InputError(f"train_step(clip={clip!r}) was given; give a positive norm, or None.")
-    phases = _phases_of(rules, mesh, transforms)
+    phases = _phases_of(rules, mesh, transforms, has_buffers)
     takes = _Takes(has_aux, has_count, has_buffers)
     return TrainStep(loss_fn, optimizer, phases, takes, accumulate, clip, _scale_of(loss_scale), remat, donate)
 
@@ -138,7 +139,7 @@ def _positive(number: Any) -> bool:
     return isinstance(number, int | float) and not isinstance(number, bool) and number > 0
 
 
-def _phases_of(rules: Any, mesh: Mesh | None, transforms: Any) -> Phases:
+def _phases_of(rules: Any, mesh: Mesh | None, transforms: Any, has_buffers: bool) -> Phases:
     if _is_compiled(rules):
         if mesh is not None or transforms:
             raise InputError(
@@ -150,7 +151,7 @@ def _phases_of(rules: Any, mesh: Mesh | None, transforms: Any) -> Phases:
         raise InputError('train_step was given rules and no mesh; give one, as shardlib.jax.make_mesh("dp=2,tp=4").')
     if not is_explicit(mesh):
         shape_of(mesh)
-    return OfRules(rules, mesh, transforms)
+    return OfRules(rules, mesh, transforms, has_buffers=has_buffers)
 
 
 def _is_compiled(rules: Any) -> bool:
@@ -215,7 +216,7 @@ class TrainStep:
         Args:
             params: a tree of arrays or tensors, whole or sharded; for a compiled model the dict that `compile_model`
                 returned.
-            buffers: a tree of arrays, for `has_buffers`; those beside rules are replicated.
+            buffers: a tree of arrays, for `has_buffers`.
         """
         self._check_context()
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves((params, buffers))):
@@ -225,8 +226,9 @@ class TrainStep:
         with self._context():
             init = self._optimizer.init
             init = self._auto(init, shardings.opt_state) if self._explicit else init
-            opt_state = jax.jit(init, out_shardings=shardings.opt_state)(placed)
-        kept = copied(buffers, shardings.buffers)
+            # The devices of an abstract mesh are those of the arguments, which an empty state does not read.
+            opt_state = jax.jit(init, out_shardings=shardings.opt_state, keep_unused=True)(placed)
+        kept = None if buffers is None else self._phases.placed_buffers(buffers, params)
         return jax.device_put(TrainState(_ZERO, placed, opt_state, kept, self._first_scale(params)), shardings)
 
     def abstract(self, params: Any, buffers: Any = None) -> TrainState:
@@ -378,14 +380,14 @@ class TrainStep:
         mesh = self._phases.mesh
         replicated = NamedSharding(mesh, PartitionSpec())
         stored = self._phases.shardings(params, "stored")
+        kept = None if buffers is None else self._phases.of_buffers(buffers, params)
         shape = self._shapes(params, buffers)
         opt_state = self._phases.of_state(shape.opt_state, params)
-        kept = self._phases.of_buffers(buffers)
         return TrainState(replicated, stored, opt_state, kept, jax.tree.map(lambda _: replicated, shape.scale))
 
     def _shapes(self, params: Any, buffers: Any) -> TrainState:
         """Return the shapes of a state."""
-        return jax.eval_shape(self._whole_state, jax.tree.map(_shape, params), buffers)  # type: ignore[no-any-return]
+        return jax.eval_shape(self._whole_state, *jax.tree.map(_shape, (params, buffers)))  # type: ignore[no-any-return]
 
     def _whole_state(self, params: Any, buffers: Any) -> TrainState:
         return TrainState(_ZERO, params, self._optimizer.init(params), buffers, self._first_scale(params))
@@ -511,7 +513,9 @@ class TrainStep:
     def _typed_loss(self, types: Any, params: Any, buffers: Any) -> Callable[..., Any]:
         """Return the loss function with axes of type Explicit inside, and of type Auto outside."""
         weights = jax.tree.map(lambda sharding: sharding.spec, self._phases.shardings(params, "compute"))
-        kept = [jax.tree.map(lambda _: PartitionSpec(), buffers)] if self._takes.buffers else []
+        kept = []
+        if self._takes.buffers:
+            kept = [jax.tree.map(lambda sharding: sharding.spec, self._phases.of_buffers(buffers, params))]
 
         def called(*args: Any, **key: Any) -> Any:
             specs = (weights, *kept, types), jax.tree.map(lambda _: PartitionSpec(), key)

@@ -316,6 +316,37 @@ def _buffers_are_those_of_the_whole_batch() -> None:
 
 
 @_check
+def _buffers_follow_the_rules_that_match_them() -> None:
+    def loss_fn(params: Any, buffers: Any, batch: Any) -> Any:
+        mean = buffers["mean"]["kernel"] / 2 + params["kernel"] / 2
+        return _square(params, batch), {**buffers, "mean": {"kernel": mean}, "seen": buffers["seen"] + 1}
+
+    def typed(params: Any, buffers: Any, batch: Any) -> Any:
+        assert _spec(buffers["mean"]["kernel"]) == jax.P(None, "tp") and _spec(buffers["cache"]) == jax.P("dp", None)
+        return loss_fn(params, buffers, jax.sharding.reshard(batch, jax.P("dp")))
+
+    rules: dict[str, Any] = {**_KERNEL, "cache": "rows@dp out"}
+    params, mean = {"kernel": _normal(0, 4, 4)}, _normal(1, 4, 4)
+    buffers = {"mean": {"kernel": mean}, "cache": torch.ones(4, 2), "seen": jnp.zeros((), int)}
+    updated = params["kernel"] - 0.1 * jax.grad(_square)(params, _batch())["kernel"]
+    for given in (params["kernel"], params["kernel"], updated, updated):  # two microbatches in each step
+        mean = mean / 2 + given / 2
+    for loss, mesh in ((loss_fn, sj.make_mesh("dp=2,tp=4")), (typed, _explicit())):
+        options: dict[str, Any] = {"transforms": [sl.zero(1)], "has_buffers": True, "accumulate": 2}
+        step = sj.train_step(loss, optax.sgd(0.1), rules, mesh, **options)
+        state, planned = step.init(params, buffers), step.abstract(params, buffers)
+        for _ in range(2):
+            state, _ = step(state, _batch())
+        assert jax.tree.map(lambda array: array.sharding, state) == jax.tree.map(lambda shape: shape.sharding, planned)
+        specs = (state.buffers["mean"]["kernel"].sharding.spec, state.buffers["cache"].sharding.spec)
+        assert specs == (jax.P(None, "tp"), jax.P("dp", None)), specs
+        assert int(state.buffers["seen"]) == 4
+        _close(state.buffers["mean"]["kernel"], mean)
+    step = sj.train_step(loss_fn, optax.sgd(0.1), {**rules, "cash": None}, mesh, has_buffers=True)
+    assert 'Rule "cash": "replicate" matches nothing' in raised(lambda: step.init(params, buffers))
+
+
+@_check
 def _what_is_given_keeps_its_memory() -> None:
     def loss_fn(params: Any, buffers: Any, batch: Any) -> Any:
         return _square(params, batch), {"n": buffers["n"] + 1}

@@ -78,6 +78,7 @@ REFUSED = {
     "shapes of a model": "InputError: A compiled model was called with shapes, and computes with values",
     "seed of a model": "InputError: rng= was given 3; give one key of JAX, another one at each step",
     "no argument": "PlanError: Embedding cannot be exported: missing a required argument: 'input'.",
+    "text among buffers": """InputError: A tree was given with str 'x' at "n\"""",
     "no module": "InputError: compile_model was given function; give a module of torch",
     "no parameters": "InputError: A compiled model was given ArrayImpl as its parameters or buffers",
     "tensors": "InputError: A compiled model was given dict as its parameters or buffers",
@@ -137,6 +138,9 @@ def _refused() -> dict[str, str]:
         "shapes of a model": lambda: fn(fn.abstract(), jnp.ones(2, int)),
         "seed of a model": lambda: fn(params, jnp.ones(2, int), rng=3),
         "no argument": lambda: fn(params),
+        "text among buffers": lambda: sj.train_step(step, optax.sgd(0.1), rules, mesh, has_buffers=True).init(
+            tree, {"n": "x"}
+        ),
         "no module": lambda: sj.compile_model(lambda x: x, mesh, {}),  # type: ignore[arg-type]
         "no parameters": lambda: fn(jnp.ones(3), jnp.ones(2, int)),  # type: ignore[arg-type]
         "tensors": lambda: fn({"weight": torch.ones(4, 4)}, jnp.ones(2, int)),
