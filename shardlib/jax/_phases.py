@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from shardlib._dtypes import name_of
+from shardlib._mesh_shape import MeshShape
 from shardlib._plan import LossScale, Phase, Plan, RulesLike, Transform, as_rules
 from shardlib.errors import InputError, PlanError, nearest
 from shardlib.jax import rules
@@ -161,7 +162,7 @@ class OfRules:
 
         def made() -> Plan:
             given = as_rules(self.rules)
-            covered = given.coverage(buffers, self.mesh).rows
+            covered = given.coverage(buffers, MeshShape.of(self.mesh)).rows
             used = [row.rule for row in covered if row.rule is not None and row.tensors + row.agreeing]
             strict = dataclasses.replace(given, optional=(*given.optional, *used))
             rules.plan(params, self.mesh, strict, transforms=self.transforms)
