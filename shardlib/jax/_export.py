@@ -367,7 +367,9 @@ _DEPENDS = ("data-dependent", "DataDependent", "data dependent", "Could not guar
 def _explained(error: Exception, model: nn.Module, symbolic: Symbolic, found: Found) -> Exception:
     where = _line_of(error)
     text = f"{type(error).__name__}: {error}"
-    first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
+    # Of a size that is a symbol, torch says below the first line what the model asks of it.
+    first = next((line[2:] for line in lines[1:] if line.startswith("- ") and symbolic), lines[0])
     if any(word in text for word in _DEPENDS):
         return InputError(
             f"{type(model).__name__} cannot be compiled: its forward depends on values of tensors{where}. A compiled "
@@ -375,7 +377,7 @@ def _explained(error: Exception, model: nn.Module, symbolic: Symbolic, found: Fo
             f"varying length, or pass the number as an argument. (torch.export: {first}){found.hint}"
         )
     hint = " Pass use_cache=False." if "Cache" in text else ""
-    hint += f" Its graph depends on the number of rows, perhaps. {NO_SYMBOL}" if symbolic else ""
+    hint += f" Its graph may be another one for other sizes. {NO_SYMBOL}" if symbolic else ""
     return PlanError(f"{type(model).__name__} cannot be exported{where}: {first.rstrip('.')}.{hint}")
 
 
