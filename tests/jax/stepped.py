@@ -325,9 +325,10 @@ def _buffers_follow_the_rules_that_match_them() -> None:
         assert _spec(buffers["mean"]["kernel"]) == jax.P(None, "tp") and _spec(buffers["cache"]) == jax.P("dp", None)
         return loss_fn(params, buffers, jax.sharding.reshard(batch, jax.P("dp")))
 
-    rules: dict[str, Any] = {**_KERNEL, "cache": "rows@dp out"}
+    rules: dict[str, Any] = {**_KERNEL, "cache": "rows@dp out", "norm": "channel@tp"}
     params, mean = {"kernel": _normal(0, 4, 4)}, _normal(1, 4, 4)
-    buffers = {"mean": {"kernel": mean}, "cache": torch.ones(4, 2), "seen": jnp.zeros((), int)}
+    norm = {"mean": jnp.zeros(4), "var": jnp.ones(4)}  # of flax, whose scale and bias are parameters
+    buffers = {"mean": {"kernel": mean}, "cache": torch.ones(4, 2), "norm": norm, "seen": jnp.zeros((), int)}
     updated = params["kernel"] - 0.1 * jax.grad(_square)(params, _batch())["kernel"]
     for given in (params["kernel"], params["kernel"], updated, updated):  # two microbatches in each step
         mean = mean / 2 + given / 2
@@ -340,6 +341,7 @@ def _buffers_follow_the_rules_that_match_them() -> None:
         assert jax.tree.map(lambda array: array.sharding, state) == jax.tree.map(lambda shape: shape.sharding, planned)
         specs = (state.buffers["mean"]["kernel"].sharding.spec, state.buffers["cache"].sharding.spec)
         assert specs == (jax.P(None, "tp"), jax.P("dp", None)), specs
+        assert state.buffers["norm"]["var"].sharding.spec == jax.P("tp")
         assert int(state.buffers["seen"]) == 4
         _close(state.buffers["mean"]["kernel"], mean)
     step = sj.train_step(loss_fn, optax.sgd(0.1), {**rules, "cash": None}, mesh, has_buffers=True)
