@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -104,4 +105,10 @@ def _is_key(leaf: Any) -> bool:
         return False
     if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return leaf.ndim == 0
-    return leaf.dtype == jnp.uint32 and leaf.shape == jax.eval_shape(jax.random.PRNGKey, 0).shape  # of the old form
+    return leaf.dtype == jnp.uint32 and leaf.shape == _shape_of_old_keys(jax.config.jax_default_prng_impl)
+
+
+@functools.cache
+def _shape_of_old_keys(_implementation: str) -> tuple[int, ...]:
+    """Return the shape of what `jax.random.PRNGKey` returns."""
+    return jax.eval_shape(jax.random.PRNGKey, 0).shape  # type: ignore[no-any-return]
