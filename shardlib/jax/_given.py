@@ -105,10 +105,11 @@ def _is_key(leaf: Any) -> bool:
         return False
     if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return leaf.ndim == 0
-    return leaf.dtype == jnp.uint32 and leaf.shape == _shape_of_old_keys(jax.config.jax_default_prng_impl)
+    kind = jax.config.jax_default_prng_impl  # type: ignore[attr-defined]
+    return leaf.dtype == jnp.uint32 and leaf.shape == _shape_of_old_keys(kind)
 
 
 @functools.cache
-def _shape_of_old_keys(_implementation: str) -> tuple[int, ...]:
+def _shape_of_old_keys(_kind: str) -> tuple[int, ...]:
     """Return the shape of what `jax.random.PRNGKey` returns."""
     return jax.eval_shape(jax.random.PRNGKey, 0).shape  # type: ignore[no-any-return]
