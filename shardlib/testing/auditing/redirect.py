@@ -3,6 +3,7 @@ changed."""
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["Redirected", "redirected"]
+__all__ = ["Redirected", "libraries_redirected", "redirected"]
 
 _ACCELERATOR = re.compile(r"(cuda|hip|xpu|npu|hpu|mps|gpu)(:\d+)?")
 _BACKENDS = re.compile(r"nccl|rccl|xccl|hccl|cpu:gloo,cuda:nccl")
@@ -124,12 +125,25 @@ def redirected() -> Iterator[Redirected]:
     with ExitStack() as stack:
         for owner, name, make in _REPLACED:
             stack.enter_context(mock.patch.object(owner, name, make(getattr(owner, name), mode)))
+        # Without it, Accelerate does not see the other ranks of a machine that has no accelerator.
+        stack.enter_context(mock.patch.dict(os.environ, ACCELERATE_USE_CPU="true"))
         torch.set_default_dtype(torch.float64)
         stack.callback(torch.set_default_dtype, default)
         torch.compiler.set_stance("force_eager")
         stack.callback(torch.compiler.set_stance, "default")
         stack.enter_context(mode)
         yield mode
+
+
+@contextmanager
+def libraries_redirected(mode: Redirected) -> Iterator[None]:
+    """Redirect what libraries decide by themselves, inside the block: those that are imported by now."""
+    with ExitStack() as stack:
+        for module, owner, name, make in _OF_LIBRARIES:
+            if module in sys.modules:
+                found = getattr(sys.modules[module], owner)
+                stack.enter_context(mock.patch.object(found, name, make(vars(found)[name], mode)))
+        yield
 
 
 Original = Callable[..., Any]
@@ -189,6 +203,51 @@ def _autocast_enter(original: Original, mode: Redirected) -> Original:
     return __enter__
 
 
+def _from_pretrained(original: Any, mode: Redirected) -> Any:
+    """Load in float64: threads, in which no mode of torch functions works, read the files."""
+
+    def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        for name in ("dtype", "torch_dtype"):
+            asked = kwargs.get(name)
+            if (asked if isinstance(asked, torch.dtype) else getattr(torch, str(asked), None)) in _FLOATS:
+                mode.note(f"{str(asked).removeprefix('torch.')}: everything is computed in float64")
+                kwargs[name] = torch.float64
+        return original.__func__(cls, *args, **kwargs)
+
+    return classmethod(from_pretrained)
+
+
+def _connector_init(original: Original, mode: Redirected) -> Original:
+    """Let Fabric's connector choose the CPU and float64."""
+
+    def __init__(self: Any, accelerator: Any = "auto", *args: Any, precision: Any = None, **kwargs: Any) -> None:
+        if isinstance(accelerator, str) and _ACCELERATOR.fullmatch(accelerator):
+            mode.note(f'Fabric(accelerator="{accelerator}"): it is "cpu"')
+            accelerator = "cpu"
+        if precision is not None:
+            mode.note(f'Fabric(precision="{precision}"): everything is computed in float64')
+            precision = "64-true"
+        original(self, accelerator, *args, precision=precision, **kwargs)
+
+    return __init__
+
+
+def _accelerator_state_init(original: Original, mode: Redirected) -> Original:
+    """Let Accelerate use FSDP where it is asked for: by itself it takes DDP on CPUs."""
+
+    def __init__(self: Any, mixed_precision: Any = None, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:
+        if mixed_precision is not None:
+            mode.note(f'Accelerator(mixed_precision="{mixed_precision}"): everything is computed in float64')
+            mixed_precision = "no"
+        new = not self._shared_state
+        original(self, mixed_precision, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+        if new and fsdp_plugin is not None and self.num_processes > 1:
+            self.distributed_type = type(self.distributed_type).FSDP
+            self.fsdp_plugin = fsdp_plugin
+
+    return __init__
+
+
 def _nothing(_original: Original, _mode: Redirected) -> Original:
     return lambda *args, **kwargs: None
 
@@ -220,4 +279,10 @@ _REPLACED: tuple[tuple[Any, str, Callable[[Original, Redirected], Original]], ..
     (torch.accelerator, "current_accelerator", _cpu),
     (torch.accelerator, "set_device_index", _nothing),
     (torch.accelerator, "synchronize", _nothing),
+)
+
+_OF_LIBRARIES: tuple[tuple[str, str, str, Callable[[Any, Redirected], Any]], ...] = (
+    ("transformers.modeling_utils", "PreTrainedModel", "from_pretrained", _from_pretrained),
+    ("lightning.fabric.connector", "_Connector", "__init__", _connector_init),
+    ("accelerate.state", "AcceleratorState", "__init__", _accelerator_state_init),
 )
