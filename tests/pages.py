@@ -29,7 +29,16 @@ from tests.scripts import run_shell
 from tests.torchvision_on_cpu import let_torchvision_in
 
 _FENCED = re.compile(r"^```(\w*)(?: +title=\"([^\"]+)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-_HERE = "plan", "check", "explain", "init", "migrate", "prove", "doctor"  # on this process, and the ranks that it has
+_HERE = (
+    "plan",
+    "check",
+    "explain",
+    "init",
+    "migrate",
+    "prove",
+    "doctor",
+    "audit",
+)  # on this process, and the ranks that it has
 _RANKS = 4  # that a line has at most
 _EXITS = re.compile(r"#.*exit code (\d+)")
 
