@@ -3,10 +3,16 @@ changed."""
 
 from __future__ import annotations
 
+import functools
+import importlib
 import inspect
+import os
 import re
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
+from pathlib import Path
 from types import FrameType
 from typing import Any
 from unittest import mock
@@ -18,7 +24,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["Redirected", "redirected"]
+from shardlib.testing.auditing.hosts import begin_anew
+
+__all__ = ["Redirected", "libraries_redirected", "redirected"]
 
 _ACCELERATOR = re.compile(r"(cuda|hip|xpu|npu|hpu|mps|gpu)(:\d+)?")
 _BACKENDS = re.compile(r"nccl|rccl|xccl|hccl|cpu:gloo,cuda:nccl")
@@ -125,12 +133,35 @@ def redirected() -> Iterator[Redirected]:
     with ExitStack() as stack:
         for owner, name, make in _REPLACED:
             stack.enter_context(mock.patch.object(owner, name, make(getattr(owner, name), mode)))
+        # Without it, Accelerate does not see the other ranks of a machine that has no accelerator.
+        stack.enter_context(mock.patch.dict(os.environ, ACCELERATE_USE_CPU="true"))
         torch.set_default_dtype(torch.float64)
         stack.callback(torch.set_default_dtype, default)
         torch.compiler.set_stance("force_eager")
         stack.callback(torch.compiler.set_stance, "default")
         stack.enter_context(mode)
         yield mode
+
+
+@contextmanager
+def libraries_redirected(mode: Redirected, function: Callable[..., Any]) -> Iterator[None]:
+    """Redirect what libraries decide by themselves, inside the block: those that are imported by now, and those that the
+    file of a function names."""
+    with ExitStack() as stack:
+        for module, owner, name, make in _OF_LIBRARIES:
+            if module in sys.modules or _names(function, module.partition(".")[0]):
+                found = getattr(importlib.import_module(module), owner)
+                stack.enter_context(mock.patch.object(found, name, make(vars(found)[name], mode)))
+        yield
+
+
+def _names(function: Callable[..., Any], library: str) -> bool:
+    """Return whether the file of a function imports a library that is there."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    file = Path(getattr(getattr(function, "__code__", None), "co_filename", ""))
+    text = file.read_text(errors="replace") if file.is_file() else ""
+    return bool(re.search(rf"^\s*(import|from) {library}\b", text, re.MULTILINE)) and find_spec(library) is not None
 
 
 Original = Callable[..., Any]
@@ -189,6 +220,59 @@ def _autocast_init(original: Original, mode: Redirected) -> Original:
     return __init__
 
 
+def _from_pretrained(original: Any, mode: Redirected) -> Any:
+    """Load in float64: threads, in which no mode of torch functions works, read the files."""
+
+    def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        for name in ("dtype", "torch_dtype"):
+            asked = kwargs.get(name)
+            if (asked if isinstance(asked, torch.dtype) else getattr(torch, str(asked), None)) in _FLOATS:
+                mode.note(f"{str(asked).removeprefix('torch.')}: everything is computed in float64")
+                kwargs[name] = torch.float64
+        return original.__func__(cls, *args, **kwargs)
+
+    return classmethod(from_pretrained)
+
+
+def _connector_init(original: Original, mode: Redirected) -> Original:
+    """Let Fabric's connector choose the CPU and float64."""
+
+    def __init__(self: Any, accelerator: Any = "auto", *args: Any, precision: Any = None, **kwargs: Any) -> None:
+        if isinstance(accelerator, str) and _ACCELERATOR.fullmatch(accelerator):
+            mode.note(f'Fabric(accelerator="{accelerator}"): it is "cpu"')
+            accelerator = "cpu"
+        if precision is not None:
+            mode.note(f'Fabric(precision="{precision}"): everything is computed in float64')
+            precision = "64-true"
+        original(self, accelerator, *args, precision=precision, **kwargs)
+
+    return __init__
+
+
+def _accelerator_state_init(original: Original, mode: Redirected) -> Original:
+    """Let Accelerate shard by FSDP2 where it is asked to.
+
+    On CPUs it wraps the model in DistributedDataParallel in place of that, without a word, and refuses a
+    `ParallelismConfig`.
+    """
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+
+    begin_anew()
+
+    def __init__(self: Any, mixed_precision: Any = None, cpu: bool = False, *args: Any, **kwargs: Any) -> None:
+        if mixed_precision not in (None, "no"):
+            mode.note(f'Accelerator(mixed_precision="{mixed_precision}"): everything is computed in float64')
+            mixed_precision = "no"
+        asked = [name for name in ("fsdp_plugin", "parallelism_config") if kwargs.get(name) is not None]
+        if asked and not self._shared_state:
+            mode.note("Accelerate is told of accelerators, on which alone it shards by FSDP2")
+            PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU
+        original(self, mixed_precision, True, *args, **kwargs)
+
+    return __init__
+
+
 def _nothing(_original: Original, _mode: Redirected) -> Original:
     return lambda *args, **kwargs: None
 
@@ -220,4 +304,10 @@ _REPLACED: tuple[tuple[Any, str, Callable[[Original, Redirected], Original]], ..
     (torch.accelerator, "current_accelerator", _cpu),
     (torch.accelerator, "set_device_index", _nothing),
     (torch.accelerator, "synchronize", _nothing),
+)
+
+_OF_LIBRARIES: tuple[tuple[str, str, str, Callable[[Any, Redirected], Any]], ...] = (
+    ("transformers.modeling_utils", "PreTrainedModel", "from_pretrained", _from_pretrained),
+    ("lightning.fabric.connector", "_Connector", "__init__", _connector_init),
+    ("accelerate.state", "AcceleratorState", "__init__", _accelerator_state_init),
 )

@@ -347,6 +347,7 @@ def of_tensor(both: Twins, key: Key, measured: Measured) -> Origin:
         + ("" if step == START else " after the optimizer's step; its gradient is right"),
         "buffer": f"the buffer {name}",
         "state": f"the optimizer's state {name}",
+        "gradient": f"the gradient of {name}",
     }[kind]
     return _origin(both, step, _owner(tensor_name), text, tables[0].get(name), tables[1].get(name), error)
 
@@ -399,6 +400,8 @@ def values_before(both: Twins) -> list[dict[str, torch.Tensor]]:
 def _tensors_of(run: Trained, kind: str) -> dict[str, torch.Tensor]:
     if kind == "state":
         return run.state()
+    if kind == "gradient":
+        return {name: gradient for name, gradient in run.gradients().items() if gradient is not None}
     params, buffers = run.tensors()
     return {**params, **buffers}
 
