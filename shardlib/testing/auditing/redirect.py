@@ -145,8 +145,8 @@ def redirected() -> Iterator[Redirected]:
 
 @contextmanager
 def libraries_redirected(mode: Redirected, function: Callable[..., Any]) -> Iterator[None]:
-    """Redirect what libraries decide by themselves, inside the block: those that are imported by now, and those that the
-    file of a function names."""
+    """Redirect what libraries decide by themselves, inside the block: those that are imported by now, and those that
+    the file of a function names."""
     with ExitStack() as stack:
         for module, owner, name, make in _OF_LIBRARIES:
             if module in sys.modules or _names(function, module.partition(".")[0]):
