@@ -34,9 +34,9 @@ RIGHTLY = Path(__file__).parent / "results" / "audit_rightly.jsonl"
 HOSTS = "torch", "transformers", "accelerate"
 RIGHT = """## Tried on models that are sharded rightly
 
-`python benchmarks/audit.py --rightly all` audits models that PyTorch's own functions, transformers and Accelerate shard as
-one device computes, in several ways each. Two backward passes in a step are a fault of transformers 5.23 where its plan
-has `replicated_with_grad_allreduce`: an audit reports it, and it is no false alarm."""
+`python benchmarks/audit.py --rightly all` audits models that PyTorch's own functions, transformers and Accelerate shard
+as one device computes, in several ways each. Two backward passes in a step are a fault of transformers 5.23 where its
+plan has `replicated_with_grad_allreduce`: an audit reports it, and it is no false alarm."""
 OWN = "accumulate", "clip", "generate", "load", "resume", "save"
 HUNG = 40.0  # seconds
 
