@@ -36,8 +36,8 @@ _HERE = (
     "init",
     "migrate",
     "prove",
-    "doctor",
     "audit",
+    "doctor",
 )  # on this process, and the ranks that it has
 _RANKS = 4  # that a line has at most
 _EXITS = re.compile(r"#.*exit code (\d+)")

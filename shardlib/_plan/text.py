@@ -32,6 +32,7 @@ __all__ = [
     "NUMBERS",
     "border_name",
     "border_text",
+    "collectives_table",
     "fold_rows",
     "headline",
     "layout_text",
@@ -180,8 +181,8 @@ def tables(plan: PlanTable, *, fold: bool = True) -> Iterator[Part]:
     parts = [_tensors(plan, fold), _borders(plan), _stages(plan), _traffic(plan)]
     if plan.report is not None:
         for rank, report in enumerate(plan.report.ranks):
-            parts.append(_collectives(report, f", rank {rank} of {','.join(plan.mesh.pipeline_axes)}"))
-        parts += [*([] if plan.report.ranks else [_collectives(plan.report)]), _gathered(plan.report)]
+            parts.append(collectives_table(report, f", rank {rank} of {','.join(plan.mesh.pipeline_axes)}"))
+        parts += [*([] if plan.report.ranks else [collectives_table(plan.report)]), _gathered(plan.report)]
     yield from (part for part in parts if part[2])
 
 
@@ -257,7 +258,8 @@ def _traffic(plan: PlanTable) -> Part:
     return "Sent by one rank in a training step, for parameters, gradients and state", list(sent.columns), sent.cells()
 
 
-def _collectives(report: DryRun, whose: str = "") -> Part:
+def collectives_table(report: DryRun, whose: str = "") -> Part:
+    """Return the table of the collectives of a step."""
     counted = Counter(report.collectives).items()
     groups = fold_items(counted, name=lambda item: item[0].module, same=_same_collective)
 

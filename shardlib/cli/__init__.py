@@ -32,6 +32,7 @@ _MODE = 'mode of the rules, such as "sequence"'
 
 # Functions of the user that an audit takes in place of the library's means; `made` is what --sharded-by returned.
 _OWN = {
+    "context": "what forward and backward run in, a function () -> context manager",
     "accumulate": "your own backward passes of a step, a function (made, batches)",
     "clip": "your own clipping, a function (made) -> norm",
     "generate": "your own generation, a function (made, ids) -> tokens",

@@ -13,6 +13,7 @@ from shardlib.engine._torch.collectives import *
 from shardlib.engine._torch.compile import *
 from shardlib.engine._torch.dispatch import *
 from shardlib.engine._torch.fake import *
+from shardlib.engine._torch.foreign import *
 from shardlib.engine._torch.groups import *
 from shardlib.engine._torch.meshes import *
 from shardlib.engine._torch.modules import *

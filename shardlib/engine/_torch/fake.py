@@ -94,6 +94,7 @@ __all__ = [
     "has_values",
     "innermost_mode",
     "is_fake",
+    "is_fake_tensor",
     "is_traceable_wrapper_subclass",
     "new_fake_mode",
     "no_modes",
@@ -341,6 +342,11 @@ def is_fake(tensor: torch.Tensor) -> bool:
     if isinstance(tensor, FakeTensor):
         return not isinstance(tensor.fake_mode, _DryMode) or hasattr(tensor, "_shardlib_fake")
     return False
+
+
+def is_fake_tensor(value: Any) -> bool:
+    """Tell whether a value is a fake tensor, of a dry run or not."""
+    return isinstance(value, FakeTensor)
 
 
 def to_fake(mode: Any) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -9,7 +9,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -22,13 +22,34 @@ from shardlib.engine import _torch, ops
 from shardlib.engine._torch import TorchDispatchMode, is_traceable_wrapper_subclass, pytree
 from shardlib.engine.feature.flops import operations_of
 
-__all__ = ["Recording", "record_collectives"]
+__all__ = ["Call", "Recording", "record_collectives"]
 
 _KINDS = (
     "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "gather", "scatter", "send",
     "receive", "barrier",
 )  # fmt: skip
 _PAYLOADS = ("input", "inputs", "input_tensor", "input_tensors", "input_list", "tensors", "tensor")
+
+
+class Call(NamedTuple):
+    """One op on local tensors that a recording has seen.
+
+    Attributes:
+        op, args, kwargs, result: the call.
+        ranks: the ranks of a collective; of any other op, and of one rank alone, none.
+        collective: the record that it has left.
+        flops: the floating-point operations that it counts for.
+        place: returns the module and the phase that it belongs to.
+    """
+
+    op: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    result: Any
+    ranks: tuple[int, ...]
+    collective: Recorded | None
+    flops: int
+    place: Callable[[], tuple[str, RunPhase]]
 
 
 class Recording:
@@ -62,12 +83,15 @@ class Recording:
 
 
 @contextmanager
-def record_collectives(model: nn.Module, *, mesh: DeviceMesh | None = None) -> Iterator[Recording]:
+def record_collectives(
+    model: nn.Module, *, mesh: DeviceMesh | None = None, watch: Callable[[Call], object] | None = None
+) -> Iterator[Recording]:
     """Record the collectives that this rank issues inside the block, the ops on all-gathered operands, and live bytes.
 
     Args:
         model: a sharded model; each collective is attributed to one of its modules.
         mesh: the mesh that names the axes; by default that of the model's DTensors.
+        watch: is called after every op on local tensors.
 
     Example:
         >>> model = torch.nn.Linear(2, 2)
@@ -82,7 +106,7 @@ def record_collectives(model: nn.Module, *, mesh: DeviceMesh | None = None) -> I
     with (
         ops.record() as gathered,
         _Modules(model) as modules,
-        _Recorder(recording, modules, axes, gathered) as recorder,
+        _Recorder(recording, modules, axes, gathered, watch) as recorder,
     ):
         yield recording
         recorder.note_gathered()
@@ -97,9 +121,11 @@ class _Recorder(TorchDispatchMode):
         modules: _Modules,
         axes: Callable[[tuple[int, ...]], tuple[str, ...]],
         gathered: list[ops.GatheredOp],
+        watch: Callable[[Call], object] | None,
     ) -> None:
         super().__init__()
         self.recording, self.modules, self.axes, self.gathered = recording, modules, axes, gathered
+        self.watch = watch
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(t, DTensor) or t is _torch.AsyncTensor for t in types):
@@ -107,12 +133,19 @@ class _Recorder(TorchDispatchMode):
         self.note_gathered()
         result = func(*args, **(kwargs or {}))
         kind = _kind_of(func)
+        ranks: tuple[int, ...] = ()
+        recorded = None
         if kind is not None:
-            self._record(kind, {**_torch.named_arguments(func, args), **(kwargs or {})})
-        self.recording.flops += operations_of(func, args, kwargs or {}, result)
+            given = {**_torch.named_arguments(func, args), **(kwargs or {})}
+            ranks = tuple(_torch.ranks_of_collective(given))
+            recorded = self._record(kind, given, ranks) if len(ranks) > 1 else None
+        flops = operations_of(func, args, kwargs or {}, result)
+        self.recording.flops += flops
         for leaf in _torch.leaves_of(result):
             if isinstance(leaf, torch.Tensor):
                 self.recording.live.add(leaf)
+        if self.watch is not None:
+            self.watch(Call(func, args, kwargs or {}, result, ranks, recorded, flops, self.modules.place))
         return result
 
     def note_gathered(self) -> None:
@@ -121,14 +154,13 @@ class _Recorder(TorchDispatchMode):
         for op in self.gathered[len(self.recording.gathered) :]:
             self.recording.gathered.append(Gathered(op.op, module, op.reason))
 
-    def _record(self, kind: str, given: dict[str, Any]) -> None:
-        ranks = _torch.ranks_of_collective(given)
-        if len(ranks) > 1:
-            sent = () if kind in ("barrier", "receive") else next(given[n] for n in _PAYLOADS if n in given)
-            payload = _bytes(sent)
-            module, phase = self.modules.place()
-            recorded = Recorded(kind, self.axes(tuple(ranks)), payload, len(ranks), module, phase)
-            self.recording.collectives.append(recorded)
+    def _record(self, kind: str, given: dict[str, Any], ranks: tuple[int, ...]) -> Recorded:
+        sent = () if kind in ("barrier", "receive") else next(given[n] for n in _PAYLOADS if n in given)
+        payload = _bytes(sent)
+        module, phase = self.modules.place()
+        recorded = Recorded(kind, self.axes(ranks), payload, len(ranks), module, phase)
+        self.recording.collectives.append(recorded)
+        return recorded
 
 
 class _Modules:

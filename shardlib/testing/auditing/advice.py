@@ -24,7 +24,7 @@ _FIELDS = ("check", "what", "cause", "module", "found", "said", "used")
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check found, as texts that the patterns of a table are searched in.
+    """The findings of a check, as texts that the patterns of a table are searched in.
 
     Attributes:
         check: the name of the check.

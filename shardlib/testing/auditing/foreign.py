@@ -24,7 +24,7 @@ _MODELS = ("model", "module", "net")
 
 
 class RaisedAlone(Exception):
-    """What one rank has raised where others go on: they wait for it in vain."""
+    """An exception of one rank alone: the others go on, and wait for it in vain."""
 
 
 def wants(shard: Callable[..., Any]) -> dict[str, str]:

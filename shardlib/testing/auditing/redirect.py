@@ -3,7 +3,7 @@ changed."""
 
 from __future__ import annotations
 
-import os
+import inspect
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -56,7 +56,7 @@ class Redirected(TorchFunctionMode):
             return self._undropped(func, args, kwargs)
         if func is torch.device:
             made = func(*args, **kwargs)
-            return made if _is_torch(sys._getframe(1)) else self._device(made)
+            return made if _is_torch(inspect.currentframe()) else self._device(made)
         if func is torch.Tensor.to:
             args = (args[0], *(self._device(self._argument(arg)) for arg in args[1:]))
         else:
@@ -108,9 +108,10 @@ class Redirected(TorchFunctionMode):
         self.note("dropout is off: ranks that draw other masks than one device are no mistake of the sharding")
 
 
-def _is_torch(frame: FrameType) -> bool:
-    """Return whether code of torch runs in a frame: it names accelerators that it does not use."""
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0] == "torch"
+def _is_torch(current: FrameType | None) -> bool:
+    """Return whether code of torch called a frame: it names accelerators that it does not use."""
+    frame = None if current is None else current.f_back
+    return frame is not None and str(frame.f_globals.get("__name__", "")).partition(".")[0] == "torch"
 
 
 @contextmanager
@@ -125,8 +126,6 @@ def redirected() -> Iterator[Redirected]:
     with ExitStack() as stack:
         for owner, name, make in _REPLACED:
             stack.enter_context(mock.patch.object(owner, name, make(getattr(owner, name), mode)))
-        # Without it, Accelerate does not see the other ranks of a machine that has no accelerator.
-        stack.enter_context(mock.patch.dict(os.environ, ACCELERATE_USE_CPU="true"))
         torch.set_default_dtype(torch.float64)
         stack.callback(torch.set_default_dtype, default)
         torch.compiler.set_stance("force_eager")
@@ -194,13 +193,12 @@ def _policy_init(original: Original, mode: Redirected) -> Original:
     return __init__
 
 
-def _autocast_enter(original: Original, mode: Redirected) -> Original:
-    def __enter__(self: torch.autocast) -> Any:
+def _autocast_init(original: Original, mode: Redirected) -> Original:
+    def __init__(self: torch.autocast, device_type: str, *args: Any, **kwargs: Any) -> None:
         mode.note("autocast: everything is computed in float64")
-        self._enabled = False
-        return original(self)
+        original(self, "cpu", enabled=False)
 
-    return __enter__
+    return __init__
 
 
 def _from_pretrained(original: Any, mode: Redirected) -> Any:
@@ -233,17 +231,11 @@ def _connector_init(original: Original, mode: Redirected) -> Original:
 
 
 def _accelerator_state_init(original: Original, mode: Redirected) -> Original:
-    """Let Accelerate use FSDP where it is asked for: by itself it takes DDP on CPUs."""
-
-    def __init__(self: Any, mixed_precision: Any = None, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:
+    def __init__(self: Any, mixed_precision: Any = None, *args: Any, **kwargs: Any) -> None:
         if mixed_precision is not None:
             mode.note(f'Accelerator(mixed_precision="{mixed_precision}"): everything is computed in float64')
             mixed_precision = "no"
-        new = not self._shared_state
-        original(self, mixed_precision, *args, fsdp_plugin=fsdp_plugin, **kwargs)
-        if new and fsdp_plugin is not None and self.num_processes > 1:
-            self.distributed_type = type(self.distributed_type).FSDP
-            self.fsdp_plugin = fsdp_plugin
+        original(self, mixed_precision, *args, **kwargs)
 
     return __init__
 
@@ -266,7 +258,7 @@ _REPLACED: tuple[tuple[Any, str, Callable[[Original, Redirected], Original]], ..
     (dist, "new_group", _new_group),
     (DeviceMesh, "__init__", _mesh_init),
     (MixedPrecisionPolicy, "__init__", _policy_init),
-    (torch.autocast, "__enter__", _autocast_enter),
+    (torch.autocast, "__init__", _autocast_init),
     (torch.cuda, "set_device", _nothing),
     (torch.cuda, "synchronize", _nothing),
     (torch.cuda, "empty_cache", _nothing),

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import multiprocessing
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ def audit(
     loss: Callable[[nn.Module, Any], torch.Tensor] | None = None,
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
     split: Callable[[Any, int, int], Any] | None = None,
+    context: Callable[[], AbstractContextManager[Any]] | None = None,
     accumulate: Callable[[Any, list[Any]], Any] | None = None,
     clip: Callable[[Any], torch.Tensor] | None = None,
     generate: Callable[[Any, torch.Tensor], torch.Tensor] | None = None,
@@ -67,6 +69,7 @@ def audit(
             mean of all its elements.
         optimizer: from parameters to an optimizer; by default the one that `shard` returns, else AdamW.
         split: (batch, index, count) -> the part of one data rank; rows of dim 0 by default.
+        context: makes what forward and backward of the sharded model run in, such as `loss_parallel`.
         accumulate: (made, batches): your own backward passes of a step, of this rank's part of each batch. `made` is
             what `shard` returned, here and below.
         clip: (made) -> norm: your own clipping of gradients, instead of the library's.
@@ -98,6 +101,11 @@ def audit(
         >>> report.ok, report["gradients"].verdict
         (True, 'right')
     """
+    if multiprocessing.current_process().daemon:
+        raise InputError(
+            "audit() was called on a rank of an audit: the file with build= or shard= calls it when it is imported. "
+            'Put the call under `if __name__ == "__main__":`.'
+        )
     shape = MeshShape.of(mesh)
     if -1 in shape.sizes:
         raise MeshError(f'audit() was given mesh "{shape}"; give every size, for as many ranks to be started.')
@@ -106,15 +114,16 @@ def audit(
     subject = Subject(shape, steps=steps, strict=strict, seed=seed)
     functions = {
         "build": build, "shard": shard, "batch": batch, "loss": loss, "optimizer": optimizer, "split": split,
-        "accumulate": accumulate, "clip": clip, "generate": generate, "resume": resume,
-        "save": save, "load": load,
+        "context": context, "accumulate": accumulate, "clip": clip, "generate": generate,
+        "save": save, "load": load, "resume": resume,
     }  # fmt: skip
     subject.check(functions)
     packed = _packed(functions)
     with tempfile.TemporaryDirectory(prefix="shardlib-audit-") as folder:
         try:
             with _told(Path(folder), show):
-                return shared_pool(shape.world_size).run(run_on_rank, subject, packed, folder, timeout=timeout)[0]  # type: ignore[no-any-return]
+                pool = shared_pool(shape.world_size)
+                return pool.run(run_on_rank, subject, packed, folder, timeout=timeout)[0]  # type: ignore[no-any-return]
         except ShardlibError as error:
             erase_bar()
             if not isinstance(error, RankError):

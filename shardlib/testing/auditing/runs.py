@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -33,7 +33,9 @@ class HostRun(Run):
         host: Host,
         rank_coordinate: parts.RankCoordinate,
         clip: Callable[[Any], torch.Tensor] | None = None,
+        context: Callable[[], AbstractContextManager[Any]] | None = None,
     ) -> None:
+        self.context = context
         self.host, self.rank_coordinate, self.users_clip = host, rank_coordinate, clip
         self.rows_of_one_device: dict[str, int] = {}
         super().__init__(case, host.model, rank_coordinate.data, sharded=True, made=host.optimizer)
@@ -70,7 +72,16 @@ class HostRun(Run):
         return nullcontext()
 
     def _reducing(self, micro: int) -> AbstractContextManager[None]:
-        return self.host.accumulating() if micro < self.case.accumulate - 1 else nullcontext()
+        stack = ExitStack()
+        if self.context is not None:
+            stack.enter_context(self.context())
+        if micro < self.case.accumulate - 1:
+            stack.enter_context(self.host.accumulating())
+        return stack  # type: ignore[return-value]
+
+    def loss_of(self, batch: Any) -> torch.Tensor:
+        with nullcontext() if self.context is None else self.context():
+            return super().loss_of(batch)
 
     def parts_of(self, batches: Iterable[Any]) -> list[Any]:
         """Return this rank's rows of global batches."""

@@ -1,4 +1,4 @@
-"""What an audit compares on each rank, one stage after another, and the verdicts."""
+"""Stages of an audit: what each rank compares, one after another, and the verdicts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from shardlib.testing.auditing.foreign import (
     save_checkpoint,
     wants,
 )
-from shardlib.testing.auditing.hosts import Host, NotOffered, NotReached
+from shardlib.testing.auditing.hosts import Host, NotOffered, NotReached, as_libraries_need
 from shardlib.testing.auditing.redirect import libraries_redirected, redirected
 from shardlib.testing.auditing.report import AuditReport, Check
 from shardlib.testing.auditing.runs import UNCLIPPED, ByRank, HostRun, StaleOptimizer, remade
@@ -63,7 +63,7 @@ _APART = 5.0  # seconds that a rank which raised waits for the others to come to
 
 @dataclass(frozen=True)
 class Subject:
-    """What is audited, apart from its functions."""
+    """Arguments of an audit, apart from its functions."""
 
     mesh: MeshShape
     steps: int = 2
@@ -89,7 +89,7 @@ def _unused(_model: nn.Module, _mesh: Any) -> nn.Module:
 
 @dataclass
 class Journal:
-    """What the first rank has compared so far, in a file, for the process that waits for it."""
+    """Record of what the first rank has compared, in a file, for the process that waits for it."""
 
     folder: Path
     checks: list[Check] = field(default_factory=list)
@@ -128,6 +128,7 @@ def run_on_rank(subject: Subject, packed: bytes, folder: str) -> AuditReport:
     with redirected() as mode, warnings.catch_warnings(record=True) as heard, ExitStack() as stack:
         warnings.simplefilter("always")
         functions = _carry.load(packed)
+        stack.enter_context(as_libraries_need(functions["shard"], mode.note))
         stack.enter_context(libraries_redirected(mode))
         stages = _Stages(subject, functions, journal, stack)
         try:
@@ -235,7 +236,7 @@ class _Stages:
         host = call_shard(self.functions["shard"], given, self.subject.mesh, folder)
         self.random = torch.get_rng_state()
         self.stack.enter_context(taken_for_model_axes(_axes_of(host)))
-        self.sharded = HostRun(self.case, host, self.rank_coordinate, self.functions["clip"])
+        self.sharded = HostRun(self.case, host, self.rank_coordinate, self.functions["clip"], self.functions["context"])
         try:
             self.alone = Run(self.case, self.single, made=self._optimizer(host, self.single))
         except StaleOptimizer as stale:
@@ -447,11 +448,10 @@ class _Stages:
         return [dataclasses.replace(check, said=f"{_TOKENS} batches of one token each, {check.said}")]
 
     def _loss_alone(self, case: Case) -> torch.Tensor:
-        try:
-            with torch.no_grad():
-                return Run(case, _torch.copied(self.start)).loss_of(case.batch(0))
-        except Exception as error:
-            raise NotOffered(f"one device raises too: {first_line(error)}") from error
+        model = _torch.copied(self.start)
+        alone = ByRank(case, model, self.rank_coordinate.data) if self.weighted else Run(case, model)
+        with torch.no_grad():
+            return _by_one_device(lambda: alone.loss_of(case.batch(0)))
 
     # Verdicts
 
@@ -581,9 +581,11 @@ class _Stages:
         with torch.no_grad():
             for run in (self.alone, self.sharded):
                 run.model.eval()
-            losses = [run.loss_of(case.batch(0)) for run in (self.alone, self.sharded)]
+            alone = _by_one_device(lambda: self.alone.loss_of(case.batch(0)))
+            losses = [alone, self.sharded.loss_of(case.batch(0))]
         for run in (self.alone, self.sharded):
             run.model.train()
+        self.sharded.host.reshard()
         notes.batch(0)
         notes.loss(0, "loss", losses)
         notes.outputs(0, "")
@@ -599,12 +601,16 @@ class _Stages:
         self.single.eval()
         self.sharded.module.eval()
         with torch.no_grad():
-            alone = generate(self.single, ids)
+            alone = _by_one_device(lambda: generate(self.single, ids))
             draws = not torch.equal(alone, generate(self.single, ids))
             torch.set_rng_state(self.random)
-            here = generate(self.sharded.module if own is None else self.sharded.host.returned, ids)
+            if own is None:
+                here = self._by_host("generate", lambda: _greedy(self.sharded.module, ids))
+            else:
+                here = own(self.sharded.host.returned, ids)
         self.single.train()
         self.sharded.module.train()
+        self.sharded.host.reshard()
         every = agree.exchange(here)
         apart = [rank for rank, tokens in enumerate(every) if not torch.equal(tokens, every[0])]
         if apart:
@@ -685,9 +691,12 @@ class _Stages:
 
     def _loaded_again(self, shard: Callable[..., Any]) -> Check:
         """Compare a model that is sharded from the folder that the sharded model was saved to."""
-        if self.journal.checks[-1].verdict == "raised":
+        saved = self.journal.folder / "saved"
+        if not (saved / "config.json").exists() and not (saved / "model.pt").exists():
             raise NotReached("nothing was saved")
-        again = self._sharded_again(shard, self.journal.folder / "saved")
+        if hasattr(self.start, "save_pretrained") and not (saved / "config.json").exists():
+            raise NotOffered(f"{self.journal.host} saves no checkpoint that shard= could load")
+        again = self._sharded_again(shard, saved)
         return self._same("save and go on", self.sharded.locals(), again.locals(), "the checkpoint that it saved")
 
     def _local_state(self, run: HostRun) -> dict[str, torch.Tensor]:
@@ -720,6 +729,14 @@ class _Stages:
     def _not_saved(self) -> set[str]:
         """Buffers that are not persistent, which checkpoints do not have."""
         return {name for name, _ in self.start.named_buffers()} - set(self.start.state_dict())
+
+
+def _by_one_device(work: Callable[[], T]) -> T:
+    """Run what one device has to do first; what it cannot do is not offered."""
+    try:
+        return work()
+    except Exception as error:
+        raise NotOffered(f"one device raises too: {first_line(error)}") from error
 
 
 def _largest(tensor: torch.Tensor) -> float:

@@ -27,8 +27,13 @@ import pkgutil
 from dataclasses import dataclass
 from types import ModuleType
 
-__all__ = ["Fault", "case", "cases"]
+__all__ = ["KINDS", "Fault", "case", "cases"]
 
+# What differs first, in the order of an audit; "error" is a forward that raises.
+KINDS = (
+    "error", "values", "output", "loss", "gradient", "norm", "two passes", "one token", "parameter", "generate", "save",
+    "load",
+)  # fmt: skip
 _NOT_CASES = {"accelerated", "context", "models", "pretrained"}
 
 
@@ -40,8 +45,7 @@ class Fault:
         report: the address of the public report, or of the nearest one; the docstring of the case says which.
         host: the library in which it was reported or whose interface is misused.
         versions: the versions that have it, as far as the report and a run here say.
-        kind: what differs first: "values", "output", "loss", "gradient", "norm", "two passes", "one token",
-            "parameter", "generate", "save", "load" or "error".
+        kind: what differs first, one of `KINDS`.
         module: the module that is named; "" is the model itself.
         line: a word of the line of the interface that decides it.
         own: True if the installed version of the library has the fault itself; False if our code re-creates it.

@@ -1,9 +1,8 @@
 """Context parallelism replaces the mask of each attention layer by a causal one: a sliding window is lost.
 
 Report: https://github.com/huggingface/accelerate/pull/4177, "Refuse context parallelism for models with
-sliding-window or chunked attention layers". Accelerate 1.15 refuses such models. A plant of the hook that Accelerate
-1.10 to 1.14 attach, without the split of the sequence. What attention gives its projection is off by 0.61 of its
-largest value.
+sliding-window or chunked attention layers". Accelerate 1.15 refuses such models. A plant of the hook that it attached
+before, without the split of the sequence. What attention gives its projection is off by 0.61 of its largest value.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ MESH = "cp=2"
 FAULT = Fault(
     report="https://github.com/huggingface/accelerate/pull/4177",
     host="accelerate",
-    versions="accelerate 1.10 - 1.14",
+    versions="accelerate before August 2026",
     kind="output",
     module="model.layers.0.self_attn",
     line="attention_mask",

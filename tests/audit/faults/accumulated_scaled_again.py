@@ -1,8 +1,8 @@
 """Each backward pass of a step divides the whole accumulated gradient: the first of two passes counts half as much.
 
 Report: https://github.com/pytorch/torchtitan/issues/1733, "Gradient accumulation broken in PP" (`scale_grads` of
-pipeline schedules makes it a moving average). A plant in plain torch, of torch 2.8 with torchtitan. After two passes
-the gradients are off by 0.4 of their largest value.
+pipeline schedules makes it a moving average). A plant in plain torch, of torchtitan in September 2025. After two
+passes the gradients are off by 0.4 of their largest value.
 """
 
 from __future__ import annotations

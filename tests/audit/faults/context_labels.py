@@ -1,8 +1,7 @@
 """Labels are shifted by one after the sequence was split: the last token of each part has none.
 
 Report: https://github.com/huggingface/transformers/pull/36607, which lets users pass shifted labels for this reason.
-A plant in plain torch, of transformers' loss under sequence parallelism until 4.50. The loss is 0.76 times one
-device's.
+A plant in plain torch, of transformers before March 2025. The loss is 0.76 times one device's.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ MESH = "cp=2"
 FAULT = Fault(
     report="https://github.com/huggingface/transformers/pull/36607",
     host="transformers",
-    versions="transformers before 4.50",
+    versions="transformers before March 2025",
     kind="loss",
     module="",
     line="labels",

@@ -21,7 +21,7 @@ MESH = "dp=2,fsdp=2"
 FAULT = Fault(
     report="https://github.com/pytorch/pytorch/pull/194457",
     host="torch",
-    versions="2.13",
+    versions="2.13; reported in August 2026",
     kind="output",
     module="1",
     line="_flatten",

@@ -22,7 +22,7 @@ MESH = "fsdp=2"
 FAULT = Fault(
     report="https://github.com/pytorch/pytorch/issues/144289",
     host="torch",
-    versions="2.6 - 2.13",
+    versions="2.13; reported in January 2025",
     kind="parameter",
     module="embed",
     line="reshard",

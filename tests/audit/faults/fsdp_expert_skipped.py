@@ -20,7 +20,7 @@ MESH = "fsdp=2"
 FAULT = Fault(
     report="https://github.com/pytorch/pytorch/issues/126616",
     host="torch",
-    versions="all",
+    versions="2.13; reported of the first FSDP in May 2024",
     kind="output",
     module="experts.0",
     line="fully_shard",

@@ -21,7 +21,7 @@ MESH = "fsdp=2"
 FAULT = Fault(
     report="https://github.com/huggingface/accelerate/pull/3394",
     host="torch",
-    versions="2.6 - 2.13",
+    versions="2.13; reported in March 2025",
     kind="parameter",
     module="embed",
     line="optimizer",

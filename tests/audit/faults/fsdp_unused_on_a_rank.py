@@ -23,7 +23,7 @@ MESH = "fsdp=2"
 FAULT = Fault(
     report="https://github.com/pytorch/pytorch/issues/196996",
     host="torch",
-    versions="2.6 - 2.13",
+    versions="2.13; reported in September 2026",
     kind="gradient",
     module="experts.0",
     line="set_reduce_scatter_unused_params",

@@ -1,8 +1,8 @@
 """A model that ran once after `fully_shard` gives the optimizer its gathered parameters, which are never used again.
 
 Report: https://github.com/pytorch/pytorch/issues/149205, "Parameter not updating when FSDP2 model is used before
-optimizre creation". The root module is not resharded after a forward; torch 2.6 to 2.13 have it. torch's own, in
-2.13. The three parameters of the root are what they were after each step.
+optimizre creation". The root module is not resharded after a forward. torch's own, in 2.13. The three parameters of
+the root are what they were after each step.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MESH = "fsdp=2"
 FAULT = Fault(
     report="https://github.com/pytorch/pytorch/issues/149205",
     host="torch",
-    versions="2.6 - 2.13",
+    versions="2.13; reported in March 2025",
     kind="parameter",
     module="embed",
     line="optimizer",

@@ -1,8 +1,8 @@
 """After sharding, the optimizer is made again from all parameters: groups without weight decay are lost.
 
 Report: https://github.com/mosaicml/composer/issues/3493, "FSDP Wrapping Alters Optimizer's Parameter Tracking
-Behavior". A plant in plain torch, of what composer 0.23 and ColossalAI's TorchFSDPPlugin do. Five weights of norms
-are off by 0.005 of their largest value after a step.
+Behavior". A plant in plain torch, of composer in July 2024. Five weights of norms are off by 0.005 of their largest
+value after a step.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MESH = "fsdp=2"
 FAULT = Fault(
     report="https://github.com/mosaicml/composer/issues/3493",
     host="composer",
-    versions="composer 0.23",
+    versions="composer in July 2024",
     kind="parameter",
     module="blocks.0.norm1",
     line="param_groups",

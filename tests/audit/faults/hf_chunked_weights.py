@@ -19,7 +19,7 @@ MESH = "tp=2"
 FAULT = Fault(
     report="https://github.com/huggingface/transformers/pull/48519",
     host="transformers",
-    versions="5.23",
+    versions="5.23; reported in September 2026",
     kind="values",
     module="model.L_module.layers.0.self_attn.q_proj",
     line="from_pretrained",

@@ -19,7 +19,7 @@ MESH = "tp=2"
 FAULT = Fault(
     report="https://github.com/huggingface/transformers/issues/48307",
     host="transformers",
-    versions="5.6 - 5.23",
+    versions="5.23; reported in August 2026",
     kind="error",
     module="model.layers.0.self_attn",
     line="tp_plan",

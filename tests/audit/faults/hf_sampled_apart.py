@@ -23,7 +23,7 @@ MESH = "tp=2"
 FAULT = Fault(
     report="https://github.com/huggingface/transformers/issues/36634",
     host="transformers",
-    versions="4.49 - 5.23",
+    versions="5.23; reported in March 2025",
     kind="generate",
     module="",
     line="generate",

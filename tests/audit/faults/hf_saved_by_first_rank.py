@@ -21,7 +21,7 @@ MESH = "tp=2"
 FAULT = Fault(
     report="https://github.com/huggingface/transformers/pull/48569",
     host="transformers",
-    versions="5.6 - 5.23",
+    versions="5.23; reported in September 2026",
     kind="save",
     module="",
     line="save_pretrained",

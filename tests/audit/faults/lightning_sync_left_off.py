@@ -24,7 +24,7 @@ MESH = "fsdp=2"
 FAULT = Fault(
     report="https://github.com/Lightning-AI/pytorch-lightning/pull/19577",
     host="lightning",
-    versions="2.3 - 2.6",
+    versions="2.6",
     kind="gradient",
     module="(every module)",
     line="no_backward_sync",

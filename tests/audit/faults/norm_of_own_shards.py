@@ -1,8 +1,8 @@
 """The norm that gradients are clipped to is that of each rank's own shards.
 
 Report: https://github.com/deepspeedai/DeepSpeed/pull/5411, "Fix a convergence issues in TP topology caused by
-incorrect grad_norm" (the norm counts the first rank's part). A plant in plain torch, of DeepSpeed 0.14. The norm is
-off by 0.29 of its value.
+incorrect grad_norm" (the norm counts the first rank's part). A plant in plain torch, of DeepSpeed before April 2024.
+The norm is off by 0.29 of its value.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MESH = "tp=2"
 FAULT = Fault(
     report="https://github.com/deepspeedai/DeepSpeed/pull/5411",
     host="DeepSpeed",
-    versions="DeepSpeed 0.14",
+    versions="DeepSpeed before April 2024",
     kind="norm",
     module="",
     line="clip_grad_norm_",

@@ -1,8 +1,8 @@
 """The vocabulary is padded to a multiple of the ranks, and the padding is saved.
 
 Report: https://github.com/hpcaitech/ColossalAI/issues/6167, "Size Mismatch Issue When Loading Model Checkpoints
-Trained with Tensor Parallel if `vocab_size % tp_size != 0`". A plant in plain torch, of ColossalAI 0.4. Embedding and
-head are saved with 32 rows, and have 31.
+Trained with Tensor Parallel if `vocab_size % tp_size != 0`". A plant in plain torch, of ColossalAI in 2024. Embedding
+and head are saved with 32 rows, and have 31.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MESH = "tp=2"
 FAULT = Fault(
     report="https://github.com/hpcaitech/ColossalAI/issues/6167",
     host="ColossalAI",
-    versions="ColossalAI 0.4",
+    versions="ColossalAI in December 2024",
     kind="save",
     module="head",
     line="state_dict",

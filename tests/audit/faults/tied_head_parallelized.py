@@ -21,7 +21,7 @@ MESH = "tp=2"
 FAULT = Fault(
     report="https://github.com/foundation-model-stack/foundation-model-stack/pull/331",
     host="torch",
-    versions="all",
+    versions="2.13",
     kind="values",
     module="head",
     line="parallelize_module",

@@ -21,7 +21,7 @@ MESH = "tp=2"
 FAULT = Fault(
     report="https://github.com/pytorch/pytorch/issues/172812",
     host="torch",
-    versions="2.10 - 2.13",
+    versions="2.13; reported in January 2026, closed",
     kind="output",
     module="pool",
     line="local_map",

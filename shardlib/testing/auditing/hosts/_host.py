@@ -78,7 +78,7 @@ class Host:
 
     @property
     def returned(self) -> Any:
-        """What `shard` returned, as functions of the user are given it."""
+        """The value that `shard` returned, as functions of the user are given it."""
         return self.made if len(self.made) > 1 else self.made[0]
 
     # What is there

@@ -1,0 +1,246 @@
+"""Audits: public faults that they find and place, models that are right, and code that shards nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks import audit as runner
+from shardlib.errors import InputError, MeshError
+from shardlib.testing import AuditError, AuditReport, Check, assert_audit, audit
+from shardlib.testing.auditing import advice, batches
+from shardlib.testing.auditing.foreign import wants
+from shardlib.testing.auditing.redirect import redirected
+from tests.audit import faults
+from tests.house.source import ROOT
+
+# One of each kind; the others are deep.
+USUAL = [
+    "data_axis_forgotten", "expert_gradients_doubled", "fsdp_optimizer_before", "groups_made_again", "hf_sampled_apart",
+    "mean_of_means", "moments_dropped", "norm_counts_replicas", "rotary_not_restored", "rowwise_bias_every_rank",
+    "sequence_norm_forgotten", "tied_head_parallelized",
+]  # fmt: skip
+
+
+def _marked() -> list[Any]:
+    return [pytest.param(name, marks=[] if name in USUAL else [pytest.mark.deep]) for name in faults.cases()]
+
+
+@pytest.mark.parametrize("name", _marked())
+def test_a_public_fault_is_found_and_its_mended_case_is_not(name: str):
+    known = runner.read()[name]
+    now = runner.outcome(name)
+    assert (now.found, now.placed, now.right) == (known.found, known.placed, known.right)
+
+
+def test_most_faults_are_found_and_placed_as_the_page_says():
+    known = runner.read()
+    assert sorted(known) == faults.cases()
+    assert sum(each.found for each in known.values()) >= 27
+    assert sum(each.placed for each in known.values()) >= 24
+
+
+def test_the_page_has_the_results():
+    page = (ROOT / "docs" / "audit.md").read_text(encoding="utf-8")
+    known = runner.read()
+    assert runner.table([known[name] for name in faults.cases()]) in page
+
+
+# --- the report -----------------------------------------------------------------------------------------------------
+
+
+def _build() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Dropout(0.5), nn.Linear(8, 4))
+
+
+def _batch(step: int) -> torch.Tensor:
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
+
+
+def _unsharded(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    return model
+
+
+def _audited(shard: Any, mesh: str = "dp=2", **options: Any) -> AuditReport:
+    return audit(_build, shard, mesh, _batch, **options)
+
+
+def test_a_report_tells_what_differs_and_which_line_decides_it():
+    shown: list[Check] = []
+    report = _audited(_unsharded, show=shown.append)
+    assert not report and report["gradients"].verdict == "wrong" and report["values after sharding"].verdict == "right"
+    assert [check.name for check in shown] == [check.name for check in report.checks]
+    assert "DistributedDataParallel" in report["gradients"].advice[0].line
+    text = str(report)
+    assert "does NOT compute what one device computes" in text and "a reduction over dp is missing" in text
+    values = json.loads(report.to_json())
+    assert values["ok"] is False and values["mesh"] == "dp=2"
+
+
+def test_an_assertion_has_the_report():
+    with pytest.raises(AuditError, match="a reduction over dp is missing"):
+        assert_audit(_build, _unsharded, "dp=2", _batch)
+
+
+def test_a_mean_of_means_is_a_remark_unless_it_is_asked_for():
+    def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        labels = torch.randint(4, (4,), generator=torch.Generator().manual_seed(step))
+        return _batch(step), labels.index_fill(0, torch.tensor([3]), -100)
+
+    def loss(model: nn.Module, given: Any) -> torch.Tensor:
+        return F.cross_entropy(model(given[0]), given[1])
+
+    def shard(model: nn.Module) -> nn.Module:
+        return DistributedDataParallel(model)
+
+    report = audit(_build, shard, "dp=2", batch, loss=loss)
+    assert report and report["gradients"].verdict == "weighted" and report["optimizer steps"].verdict == "right"
+    assert not audit(_build, shard, "dp=2", batch, loss=loss, strict=True)
+
+
+# --- code that was written for accelerators -------------------------------------------------------------------------
+
+
+def _as_on_accelerators(model: nn.Module) -> Any:
+    rank = int(os.environ["LOCAL_RANK"])
+    dist.init_process_group("nccl")
+    torch.cuda.set_device(rank)
+    mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+    model = model.to(f"cuda:{rank}").bfloat16()
+    fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def test_code_for_accelerators_runs_on_the_cpu_and_the_report_says_so():
+    report = _audited(_as_on_accelerators, "dp_replicate=2,dp_shard=2")
+    assert report, report
+    assert {text.split(":")[0] for text in report.changed} == {
+        "nccl", "cuda", "bfloat16", "MixedPrecisionPolicy", "dropout is off",
+    }  # fmt: skip
+
+
+def test_nothing_stays_redirected():
+    before = dist.init_process_group, DeviceMesh.__init__, torch.autocast.__init__, torch.get_default_dtype()
+    with redirected() as mode:
+        assert torch.ones(2, device="cuda:1", dtype=torch.float16).dtype == torch.float64
+        assert F.dropout(torch.ones(9), 0.5).eq(1).all()
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float64
+    assert before == (dist.init_process_group, DeviceMesh.__init__, torch.autocast.__init__, torch.get_default_dtype())
+    assert torch.ones(2).dtype == torch.float32 and len(mode.notes) == 4
+
+
+# --- code that is no sharding ---------------------------------------------------------------------------------------
+
+
+def _raises(model: nn.Module) -> nn.Module:
+    raise NotImplementedError("no kernel for this")
+
+
+def _raises_on_one_rank(model: nn.Module) -> nn.Module:
+    if dist.get_rank() == 1:
+        raise ValueError("here alone")
+    dist.barrier()
+    return model
+
+
+def _hangs(model: nn.Module) -> nn.Module:
+    if dist.get_rank() == 1:
+        dist.barrier()
+    time.sleep(60)
+    return model
+
+
+def _draws(model: nn.Module) -> nn.Module:
+    torch.manual_seed(dist.get_rank())
+    for p in model.parameters():
+        nn.init.normal_(p)
+    return model
+
+
+def _on_meta(model: nn.Module) -> nn.Module:
+    return model.to("meta")
+
+
+@pytest.mark.parametrize(
+    ("shard", "check", "said"),
+    [
+        (_raises, "sharding", "NotImplementedError: no kernel for this (test_audit.py, line"),
+        (_raises_on_one_rank, "sharding", "on rank 1 alone: ValueError: here alone"),
+        (_hangs, "sharding", "rank 1 waits in barrier over world: rank 0 has not entered it"),
+        (_draws, "values after sharding", "ranks differ between each other"),
+        (_on_meta, "values after sharding", "4 tensors have no values, on the meta device"),
+    ],
+)
+def test_what_goes_wrong_in_foreign_code_is_a_finding(shard: Any, check: str, said: str):
+    report = _audited(shard, timeout=15 if shard is _hangs else 60)
+    assert not report and said in report[check].said
+    assert _audited(lambda model: DistributedDataParallel(model))  # the ranks go on
+
+
+def _nothing(model: nn.Module) -> None:
+    fully_shard(model)
+
+
+def _another(model: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Identity(), nn.Linear(6, 4))
+
+
+def _other_order(model: nn.Module) -> nn.Module:
+    return fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "dp_replicate")))
+
+
+@pytest.mark.parametrize(
+    ("shard", "mesh", "error", "said"),
+    [
+        (_nothing, "dp=2", InputError, "returned nothing"),
+        (_another, "dp=2", InputError, "returned another model"),
+        (_other_order, "dp_replicate=2,dp_shard=2", InputError, "in the order of the mesh that shard= makes"),
+        (lambda: None, "dp=2", InputError, "takes neither a model nor the folder"),
+        (lambda model, layers: None, "dp=2", InputError, 'takes "layers", of which an audit knows nothing'),
+        (nn.Linear(2, 2), "dp=2", InputError, "give a function"),
+        (_unsharded, "dp=-1", MeshError, "give every size"),
+    ],
+)
+def test_what_cannot_be_audited_is_refused(shard: Any, mesh: str, error: type[Exception], said: str):
+    with pytest.raises(error, match=said):
+        _audited(shard, mesh)
+
+
+# --- batches, parameters, advice ------------------------------------------------------------------------------------
+
+
+def test_ragged_labels_leave_as_many_out_on_each_rank_and_unequal_ones_do_not():
+    labels = torch.arange(40).view(4, 10)
+    counts = lambda change: [int((part != -100).sum()) for part in change({"labels": labels}, 2)["labels"].chunk(2)]  # noqa: E731
+    assert len(set(counts(batches.ragged))) == 1 and counts(batches.ragged)[0] < 20
+    assert counts(batches.unequal) == [20, 10]
+    one = batches.one_token({"ids": labels, "x": torch.ones(2)}, 1, index=7)
+    assert one["ids"].unique().tolist() == [7] and one["x"].tolist() == [1, 1]
+
+
+def test_parameters_of_shard_are_known_by_name():
+    def shard(net: nn.Module, device_mesh: Any, lr: float = 0.1) -> None: ...
+
+    assert wants(shard) == {"net": "model", "device_mesh": "mesh"}
+    assert wants(lambda checkpoint, mesh: None) == {"checkpoint": "folder", "mesh": "mesh"}
+
+
+@pytest.mark.parametrize("name", ["torch", "transformers", "accelerate", "lightning"])
+def test_a_table_of_advice_is_whole(name: str):
+    entries = advice.table(name)
+    assert entries
+    for entry in entries:
+        assert entry.patterns and entry.advice.line and entry.advice.why
+        assert entry.advice.link == "" or entry.advice.link.startswith("https://")
