@@ -152,9 +152,11 @@ class AuditReport:
         yield from (f"Warning: {text}" for text in self.warnings)
 
     def _explained(self) -> Iterator[Check]:
-        """Iterate over the checks whose difference has an origin that no earlier one has."""
+        """Iterate over the checks whose difference has an origin that no earlier one has, remarks too."""
         seen = set()
-        for check in self.failures:
+        for check in self.checks:
+            if check not in self.failures and (check.verdict != "weighted" or check.origin is None):
+                continue
             key = check.said if check.origin is None else (check.origin.module, check.origin.what.split(" (")[0])
             explained = check.origin is not None or check.advice or "\n" in check.said
             if explained and key not in seen:
