@@ -4,6 +4,7 @@
 # make coverage    which lines and branches of shardlib/ the tests run, on ranks and in scripts too
 # make test-torch VERSION=2.15.0    the tests on another version of torch, in an environment of its own (several GB)
 # make test-jax PYTHON=python3.13    tests/jax on the newest JAX and flax that a Python takes, in an environment of its own
+# make test-hosts    tests/audit/hosts on DeepSpeed and torchtitan, in an environment of its own (3 GB)
 # make mutate    random mistakes in the pure rooms, which the tests of these rooms have to notice
 # make dist    wheel and sdist in dist/; make dist-test installs both into an empty environment and tries them
 # make docs    the documentation site, in .cache/site
@@ -24,8 +25,9 @@ PYTEST := $(RUN) -m pytest -n 2 --dist worksteal
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS)
 DIST_PIP := $(PIP:$(BIN)%=.venv-dist/bin%)
 PEERS_PIP := $(PIP:$(BIN)%=.venv-peers/bin%)
+HOSTS_PIP := $(PIP:$(BIN)%=.venv-hosts/bin%)
 
-.PHONY: demo test test-deep coverage test-torch test-jax suite mutate docs dist dist-test bench format clean
+.PHONY: demo test test-deep coverage test-torch test-jax test-hosts suite mutate docs dist dist-test bench format clean
 
 demo: $(VENV)/.core
 	$(TORCHRUN) 4 examples/demo.py --mesh dp=2,tp=2 $(ARGS)
@@ -52,6 +54,10 @@ test-torch:
 test-jax:
 	$(MAKE) suite VENV=.venv-jax-$(notdir $(PYTHON)) CONSTRAINTS=.venv-jax-$(notdir $(PYTHON))/constraints.txt \
 		ARGS="tests/jax $(ARGS)"
+
+# pytest's own settings make errors of warnings; those of these libraries are not ours.
+test-hosts: .venv-hosts/.hosts
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= .venv-hosts/bin/python -m pytest -W default tests/audit/hosts $(ARGS)
 
 suite: $(VENV)/.dev
 	$(PYTEST) $(ARGS)
@@ -129,4 +135,15 @@ $(VENV)/.dev: $(VENV)/.core
 	$(PEERS_PIP) torch==$$(sed -n 's/^torch==//p' constraints.txt)
 	$(PEERS_PIP) --editable . setuptools wheel
 	-$(PEERS_PIP) --no-build-isolation --no-deps fairscale
+	touch $@
+
+# Libraries that shard, as an audit meets them. DeepSpeed compiles nothing here; torchtitan imports triton, which torch's
+# CPU build does not bring.
+.venv-hosts/.hosts: constraints.txt
+	$(PYTHON) -m venv .venv-hosts
+	$(HOSTS_PIP) torch==$$(sed -n 's/^torch==//p' constraints.txt)
+	$(HOSTS_PIP) --editable '.[testing,hf,accelerate,lightning]' pytest-xdist setuptools wheel ninja py-cpuinfo
+	$(HOSTS_PIP) --no-deps torchvision
+	DS_ACCELERATOR=cpu DS_BUILD_OPS=0 $(HOSTS_PIP) --no-build-isolation deepspeed==0.19.8
+	$(HOSTS_PIP) torchtitan==0.3.0 triton
 	touch $@

@@ -8,9 +8,13 @@ line of the interface. Lines go to `results/audit.jsonl`; docs/audit.md has the 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib
 import json
 import sys
 import time
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
@@ -20,11 +24,19 @@ from _report import parser, write
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from shardlib.errors import ShardlibError
 from shardlib.testing import AuditReport, Check, audit
 from tests.audit import faults
 from tests.audit.faults import models
 
 RESULTS = Path(__file__).parent / "results" / "audit.jsonl"
+RIGHTLY = Path(__file__).parent / "results" / "audit_rightly.jsonl"
+HOSTS = "torch", "transformers", "accelerate"
+RIGHT = """## Tried on models that are sharded rightly
+
+`python benchmarks/audit.py --rightly all` audits models that PyTorch's own functions, transformers and Accelerate shard
+as one device computes, in several ways each. Two backward passes in a step are a fault of transformers 5.23 where its
+plan has `replicated_with_grad_allreduce`: an audit reports it, and it is no false alarm."""
 OWN = "accumulate", "clip", "generate", "load", "resume", "save"
 HUNG = 40.0  # seconds
 
@@ -123,6 +135,66 @@ def table(outcomes: list[Outcome]) -> str:
     return "\n".join(rows)
 
 
+@dataclass(frozen=True)
+class Verdict:
+    """What an audit said of a model that is sharded rightly."""
+
+    host: str
+    case: str
+    ok: bool
+    said: str
+    seconds: float
+
+
+def verdict(host: str, case: Any) -> Verdict:
+    """Audit a model that is sharded rightly."""
+    begun = time.perf_counter()
+    context = None if case.context in (contextlib.nullcontext, _as_on_gpus()) else case.context
+    try:
+        report = audit(
+            case.build, case.shard, case.mesh, case.batch, loss=case.loss, split=case.split, context=context,
+            timeout=HUNG,
+        )  # fmt: skip
+        told = str(report.failures[0]).splitlines()[0] if report.failures else ""
+        ok = report.ok
+    except ShardlibError as error:
+        ok, told = False, f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    return Verdict(host, str(case), ok, told[:200], round(time.perf_counter() - begun, 1))
+
+
+def _as_on_gpus() -> Any:
+    from tests.audit.rightly.accelerate_models import as_on_gpus
+
+    return as_on_gpus  # an audit sees to it by itself
+
+
+def rightly(hosts: Sequence[str], *, quick: bool) -> None:
+    """Audit the models of some hosts, and keep a line for each."""
+    lines = RIGHTLY.read_text(encoding="utf-8").splitlines() if RIGHTLY.exists() else []
+    known = {(each["host"], each["case"]): Verdict(**each) for each in map(json.loads, lines)}
+    for host in hosts:
+        cases = importlib.import_module(f"tests.audit.rightly.{host}_models").CASES
+        for case in cases[:: 20 if quick else 1]:
+            made = verdict(host, case)
+            known[made.host, made.case] = made
+            print(f"{'ok ' if made.ok else 'BAD'} {host}: {made.case} {made.said} [{made.seconds} s]", flush=True)
+        if not quick:
+            text = "".join(json.dumps(asdict(known[key])) + "\n" for key in sorted(known))
+            RIGHTLY.write_text(text, encoding="utf-8")
+
+
+def rightly_table() -> str:
+    """Return the table of docs/audit.md of models that are sharded rightly."""
+    made = [Verdict(**json.loads(line)) for line in RIGHTLY.read_text(encoding="utf-8").splitlines()]
+    rows = ["| sharded by | models and ways | nothing reported | reported |", "|---|---|---|---|"]
+    for host in HOSTS:
+        of_host = [each for each in made if each.host == host]
+        told = Counter(each.said.partition(",")[0] for each in of_host if not each.ok)
+        said = "; ".join(f"{count}: {text}" for text, count in told.most_common())
+        rows.append(f"| {host} | {len(of_host)} | {sum(each.ok for each in of_host)} | {said} |")
+    return "\n".join(rows)
+
+
 def read() -> dict[str, Outcome]:
     """Return the lines of the results by name."""
     lines = RESULTS.read_text(encoding="utf-8").splitlines() if RESULTS.exists() else []
@@ -133,10 +205,14 @@ def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--names", default=None, help="only these faults, separated by commas")
     arguments.add_argument("--table", action="store_true", help="print the table of docs/audit.md from the results")
+    arguments.add_argument("--rightly", choices=(*HOSTS, "all"), help="audit models that this library shards rightly")
     args: argparse.Namespace = arguments.parse_args()
+    if args.rightly:
+        rightly(HOSTS if args.rightly == "all" else (args.rightly,), quick=args.quick)
+        return
     known = read()
     if args.table:
-        print(table([known[name] for name in faults.cases() if name in known]))
+        print(f"{table([known[name] for name in faults.cases() if name in known])}\n\n{RIGHT}\n\n{rightly_table()}")
         return
     names = args.names.split(",") if args.names else faults.cases()[:: 8 if args.quick else 1]
     for name in names:

@@ -54,6 +54,20 @@ _KINDS: dict[str, AxisKind] = {
     "ep": "expert",
     "pp": "pipeline",
     "stage": "pipeline",
+    # The names of Keras, MaxText and torchax.
+    "batch": "data",
+    "diloco": "data",
+    "fsdp_transpose": "data",
+    "attn_dp": "data",
+    "attn_dp_expert": "data",
+    "expert": "expert",
+    "context": "model",
+    "context_autoregressive": "model",
+    "context_usp_ulysses": "model",
+    "sequence": "model",
+    "tensor_sequence": "model",
+    "tensor_transpose": "model",
+    "autoregressive": "model",
 }
 _PART = re.compile(r"\s*([A-Za-z_]\w*)\s*=\s*(-?\d+)\s*")
 

@@ -13,8 +13,10 @@ The batch is the global one on either engine: each data rank of torch takes its 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -76,6 +78,13 @@ class AdamW:
     eps: float = 1e-8
     weight_decay: float = 0.01
 
+    def __post_init__(self) -> None:
+        for name in ("lr", "eps", "weight_decay"):
+            if not _is_number(value := getattr(self, name)):
+                raise InputError(f"adamw({name}={value!r}) was given; give a number that is not negative.{_ALONE}")
+        if not isinstance(self.betas, Sequence) or len(self.betas) != 2 or not all(map(_is_beta, self.betas)):
+            raise InputError(f"adamw(betas={self.betas!r}) was given; give two numbers below 1, such as (0.9, 0.999).")
+
     def of_torch(self, params: Any) -> torch.optim.Optimizer:
         """Return `torch.optim.AdamW` for some parameters."""
         return torch.optim.AdamW(params, self.lr, self.betas, self.eps, self.weight_decay)
@@ -87,10 +96,27 @@ class AdamW:
         return optax.adamw(self.lr, *self.betas, eps=self.eps, weight_decay=self.weight_decay)
 
 
+_ALONE = (
+    " A schedule is of one engine: give train_step optax.adamw(schedule), or a function from parameters to a torch "
+    "optimizer."
+)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and 0 <= value < math.inf  # type: ignore[operator]
+
+
+def _is_beta(value: Any) -> bool:
+    return _is_number(value) and value < 1
+
+
 def adamw(
     lr: float, *, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.01
 ) -> AdamW:
     """Return AdamW for either engine, with torch's defaults.
+
+    Raises:
+        InputError: an option is not a number, is negative, or a beta is not below 1.
 
     >>> adamw(1e-3).weight_decay
     0.01
@@ -155,7 +181,8 @@ def train_step(apply: Apply, optimizer: AdamW | Any, loss: Loss) -> Step:
         The step. `metrics["loss"]` is the mean over the global batch, before the update.
 
     Raises:
-        InputError: an optimizer of the other engine; a batch whose rows the data ranks do not divide.
+        InputError: a function that `functional` did not return; an optimizer of the other engine; a batch whose rows
+            the data ranks do not divide.
 
     >>> apply, params = functional(nn.Linear(4, 3), "dp=1", {"**": None})
     >>> step = train_step(apply, adamw(1e-2), lambda model, x, y: nn.functional.cross_entropy(model(x), y))
@@ -164,9 +191,23 @@ def train_step(apply: Apply, optimizer: AdamW | Any, loss: Loss) -> Step:
     >>> state.step, float(metrics["loss"]) > 0
     (1, True)
     """
+    if not callable(loss):
+        raise InputError(f"train_step was given the loss {loss!r}; give a function loss(model, *batch) of torch.")
+    if not isinstance(apply, _OnTorch) and not hasattr(apply, "around"):
+        raise InputError(
+            f"train_step was given {type(apply).__name__}; give the function that functional(model, mesh, rules) "
+            "returned first."
+        )
     if isinstance(apply, _OnTorch):
         return _TorchStep(apply.model, optimizer, loss)
     return _JaxStep(apply, optimizer, loss)
+
+
+def _check_state(state: Any) -> None:
+    if not isinstance(state, State):
+        raise InputError(
+            f"The step was called with a state that is a {type(state).__name__}; begin with step.init(params)."
+        )
 
 
 # --- torch ----------------------------------------------------------------------------------------------------------
@@ -206,6 +247,7 @@ class _TorchStep:
         return State(params, {}, self.wrapper, 0)
 
     def __call__(self, state: State, *batch: Any, rng: Any = None) -> tuple[State, dict[str, Any]]:
+        _check_state(state)
         self.wrapper.zero_grad()
         loss = self.loss(self.model, *pytree.tree_map_only(torch.Tensor, self._own_rows, batch))
         self.wrapper.backward(loss)
@@ -264,6 +306,7 @@ class _JaxStep:
         return State(made.params, made.buffers, made.opt_state, 0)
 
     def __call__(self, state: State, *batch: Any, rng: Any = None) -> tuple[State, dict[str, Any]]:
+        _check_state(state)
         batch = pytree.tree_map_only(torch.Tensor, lambda t: t.numpy(), batch)
         given = self.whole(np.int32(state.step), state.params, state.optimizer, state.buffers)
         made, metrics = self.step(given, batch, rng=rng)

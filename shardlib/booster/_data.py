@@ -46,6 +46,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             self.generator = torch.Generator()
         self._place, self._seed = place, seed
         self._taken = 0  # batches of this epoch that this rank was given
+        self._ended: int | None = None  # the last epoch that this rank was given to its end
         self._resumed: tuple[int, int] | None = None  # an epoch, and batches of it that were given before
 
     @property
@@ -64,7 +65,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         return self._place
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        before, self._resumed = self.begins_at, None
+        before, self._resumed, self._ended = self.begins_at, None, None
         self._taken = before
         self.sampler.begin = before * self._rows  # type: ignore[attr-defined]
         if self._own_generator:  # it gives workers their seeds: the same on ranks that get the same examples
@@ -73,7 +74,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         for batch in super().__iter__():
             self._taken += 1
             yield batch
-        self._taken = 0
+        self._taken, self._ended = 0, self.epoch
 
     @property
     def _rows(self) -> int:
@@ -82,28 +83,38 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         return self.batch_size
 
     def state_dict(self) -> dict[str, int]:
-        """Return the position of all data ranks: the epoch, and the number of its examples."""
-        taken = self._taken if self._resumed is None else self._resumed[1]
-        epoch = self.epoch if self._resumed is None else self._resumed[0]
+        """Return the position of all data ranks: the epoch, and the number of its examples.
+
+        After the last batch of an epoch, when the loop over it has ended, it is the beginning of the next epoch.
+        """
+        epoch, taken = self.epoch + (self._ended == self.epoch), self._taken
+        if self._resumed is not None:
+            epoch, taken = self._resumed
         return {"epoch": epoch, "examples": taken * self._rows * self._place[1]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Start the next iteration over that epoch at the saved position.
 
         Raises:
-            CheckpointError: that position is not between two global batches.
+            CheckpointError: it is not what `state_dict` returns; that position is not between two global batches.
         """
+        position = {key: state.get(key) for key in ("epoch", "examples")} if isinstance(state, Mapping) else {}
+        if not position or not all(isinstance(count, int) and count >= 0 for count in position.values()):
+            raise CheckpointError(
+                f"load_state_dict of a dataloader was given {state!r}; give what its state_dict() returned, such as "
+                '{"epoch": 1, "examples": 64}.'
+            )
         batch = self._rows * self._place[1]
-        taken, rest = divmod(int(state["examples"]), batch)
+        taken, rest = divmod(state["examples"], batch)
         if rest:
             raise CheckpointError(
                 f"The position is after {state['examples']} examples, and a global batch has {batch} here "
                 f"({self._place[1]} data ranks of {self._rows}). Give a batch_size for which that position is between "
                 "two global batches."
             )
-        self._resumed = int(state["epoch"]), taken
+        self._resumed, self._ended = (state["epoch"], taken), None
         if hasattr(self.sampler, "set_epoch"):
-            self.sampler.set_epoch(int(state["epoch"]))
+            self.sampler.set_epoch(state["epoch"])
 
 
 def prepared(

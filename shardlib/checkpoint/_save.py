@@ -33,7 +33,8 @@ from shardlib.checkpoint._optimizer import describe, joined, known, optimizer_it
 from shardlib.checkpoint._peers import Lost, Peers, peers
 from shardlib.checkpoint._share import Source, agreed, file_groups, packed, sources, turns, written_by
 from shardlib.checkpoint._values import encode
-from shardlib.errors import CheckpointError, check_flags, nearest, short_traceback
+from shardlib.engine.sharded import records_of
+from shardlib.errors import CheckpointError, check_flags, nearest, short_traceback, warn
 
 __all__ = [
     "Saving",
@@ -168,7 +169,9 @@ def save(
         path: a folder that all ranks see, the same on every rank. Its parent is created if needed. A link to a folder
             stays one, and what it points to is replaced.
         model: parameters and persistent buffers are saved by their names, tied ones once.
-        optimizer: its groups and state, by the names of parameters. Needs the model.
+        optimizer: its groups and state, by the names of parameters. Needs the model. Between the passes of a step of
+            `accumulate(n)`, the gradients so far are not saved: a warning says so, and a run that loads the checkpoint
+            begins this step anew.
         lr_scheduler: anything with `state_dict()` and `load_state_dict()`, such as a `torch.optim.lr_scheduler`.
         dataloader: the same; every rank's state is saved, equal ones once.
         extra: numbers, text, lists, dicts and tensors of your own; rank 0's are saved.
@@ -218,6 +221,8 @@ def save(
         others = {"optimizer": optimizer, "lr_scheduler": lr_scheduler, "dataloader": dataloader, "extra": extra}
         everyone.run("check arguments", lambda: _check_file(model, others))
         random = False
+    if optimizer is not None:
+        _warn_between_passes(model)
     state = _State.of(everyone, model, optimizer, lr_scheduler, dataloader, extra, random=random)
     shared = agreed(everyone.run("collect", lambda: _items(model, optimizer, weights, everyone.size)), everyone)
     followed = Path(everyone.first("follow links", lambda: str(_paths.followed(target))))
@@ -263,6 +268,17 @@ def _check(target: Path, model: Any, optimizer: Any, weights: str, shard_mb: flo
             'weights="huggingface", whose files have it in their names.'
         )
     check_objects(model, optimizer)
+
+
+def _warn_between_passes(model: Any) -> None:
+    for record in records_of(model.parameters()):
+        if record.reducer.is_between_passes():
+            warn(
+                f"sl.save was called between the {record.reducer.passes} backward passes of a step (accumulate), and "
+                "the gradients so far are not saved: a run that loads this checkpoint begins the step anew. Save after "
+                "an optimizer.step() after which optimizer.step_was_skipped is False."
+            )
+            return
 
 
 def check_objects(model: Any, optimizer: Any) -> None:

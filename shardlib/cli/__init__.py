@@ -160,6 +160,9 @@ def _add_audit(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--batch", metavar="FILE.py:NAME", help="a function (step) -> global batch, instead of --example"
     )
+    parser.add_argument(
+        "--dry", action="store_true", help="one step with types in the place of numbers: any mesh, no ranks, no values"
+    )
     parser.add_argument("--loss", metavar="FILE.py:NAME", help="a function (model, batch) -> scalar")
     parser.add_argument("--optimizer", metavar="FILE.py:NAME", help="a function (parameters) -> optimizer")
     for name, form in _OWN.items():

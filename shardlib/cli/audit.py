@@ -24,6 +24,8 @@ def audit(options: argparse.Namespace) -> int:
     except ImportError as error:
         raise UsageError(f"`shardlib audit` needs {error.name}: pip install 'shardlib[testing]'.") from error
     shape = MeshShape.of(options.mesh)
+    if options.dry:
+        return _dry(options, shape)
     build = functools.partial(load_model, options.model, "cpu")
     report = audit(
         build,
@@ -39,6 +41,25 @@ def audit(options: argparse.Namespace) -> int:
         show=None if options.json else lambda check: print(check.line(), flush=True),
     )
     print(report.to_json() if options.json else report.explained())
+    return 0 if report else 1
+
+
+def _dry(options: argparse.Namespace, shape: MeshShape) -> int:
+    """Run one step with types in the place of numbers, as one rank of a mesh of any size."""
+    from shardlib.testing import dry_audit
+
+    given = [f"--{name}" for name in (*options.own, "batch", "optimizer") if getattr(options, name) is not None]
+    if given:
+        raise UsageError(f"`shardlib audit --dry` runs one step without values and takes no {', '.join(given)}.")
+    model = load_model(options.model)
+    report = dry_audit(
+        functools.partial(load_model, options.model),
+        _function(options.sharded_by, "--sharded-by", "a function (model, mesh) -> model"),
+        shape,
+        inputs.read(options.example) or inputs.of_model(model, shape),
+        loss=_function(options.loss, "--loss", "a function (model, batch) -> scalar"),
+    )
+    print(report.to_json() if options.json else report)
     return 0 if report else 1
 
 

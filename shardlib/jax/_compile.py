@@ -24,13 +24,16 @@ from shardlib.jax._borders import Constraints
 from shardlib.jax._context import refuse_explicit
 from shardlib.jax._dtypes import as_dtype, torch_dtype, x64
 from shardlib.jax._export import NO_SYMBOL, Around, Graph, Source, export
+from shardlib.jax._given import check_keys, refuse_elsewhere
 from shardlib.jax._interpreter import run
 from shardlib.jax._mesh import shape_of
 from shardlib.jax._narrow import fitting, refuse_narrowed
 from shardlib.jax._opaque import Routing
 from shardlib.jax._scan import Run, find_runs
+from shardlib.jax._statistics import reduced_dim, without_dim
 from shardlib.jax._storage import Storage, storage_of
 from shardlib.jax.rules import PHASES, refuse_settings
+from shardlib.rules.trees import name_of_path
 
 __all__ = ["Compiled", "as_call", "compile_model", "structure_of"]
 
@@ -215,7 +218,9 @@ class Compiled:
         """Return a tree of `NamedSharding`s for a tree of arrays with the parameters' names, such as optax's state.
 
         An array with a parameter's name and shape has the plan's sharding for the phase: "state" for an optimizer's
-        state, "grad" for gradients, "stored" for parameters. Everything else is replicated.
+        state, "grad" for gradients, "stored" for parameters. An array of an optimizer's state that lacks one dim of its
+        parameter, as Adafactor's means of rows and columns do, has the layout of the other dims. Everything else is
+        replicated.
 
         >>> from shardlib.jax import make_mesh
         >>> fn, params = compile_model(nn.Linear(4, 8), make_mesh("dp=1,tp=1"), {"*": "out@tp ..."})
@@ -229,9 +234,12 @@ class Compiled:
         def find(path: Any, leaf: Any) -> NamedSharding:
             names = [str(getattr(key, "key", "")) for key in path]
             stored = next((self._stored[name] for name in reversed(names) if name in self._stored), None)
-            if stored is None or tuple(np.shape(leaf)) != stored.array_shape or phase not in stored.specs:
+            if stored is None or phase not in stored.specs:
                 return replicated
-            return stored.sharding(phase)
+            if (shape := tuple(np.shape(leaf))) == stored.array_shape:
+                return stored.sharding(phase)
+            dim = reduced_dim(stored.array_shape, shape, name_of_path(path)) if phase == "state" else None
+            return replicated if dim is None else NamedSharding(self.mesh, without_dim(stored.specs[phase], dim))
 
         return jax.tree_util.tree_map_with_path(find, tree)
 
@@ -271,6 +279,7 @@ class Compiled:
         refuse_explicit("A compiled model", _UNDER_AUTO)
         arrays = self._checked(params, buffers)
         leaves, structure = _flat_arguments(args, kwargs)
+        self._check_given(arrays, leaves, rng)
         graph = self._graph(leaves, structure)
         if graph.random and rng is None:
             raise InputError(
@@ -348,6 +357,21 @@ class Compiled:
         self.check_shapes(arrays)
         return arrays
 
+    def _check_given(self, arrays: Arrays, leaves: Sequence[Any], rng: Any) -> None:
+        """Refuse shapes without values, arrays on other devices, and what is no key."""
+        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in (*arrays.values(), *leaves)):
+            raise InputError(
+                "A compiled model was called with shapes, and computes with values. Give arrays, or call "
+                "jax.eval_shape(fn, params, x) or jax.jit(fn).lower(params, x)."
+            )
+        for leaf in leaves:
+            refuse_elsewhere(leaf, self.mesh, "An argument")
+        for name, array in arrays.items():
+            refuse_elsewhere(array, self.mesh, f'"{name}"')
+        if rng is not None:
+            check_keys(rng)
+            refuse_elsewhere(rng, self.mesh, "rng")
+
     def check_shapes(self, arrays: Mapping[str, Any]) -> None:
         """Refuse arrays by name that have other shapes than those of `compile_model`."""
         for name, array in arrays.items():
@@ -391,7 +415,8 @@ def _flat_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list
 
 
 def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor | np.ndarray | np.generic | jax.Array) or hasattr(leaf, "aval")
+    arrays = torch.Tensor | np.ndarray | np.generic | jax.Array | jax.ShapeDtypeStruct
+    return isinstance(leaf, arrays) or hasattr(leaf, "aval")
 
 
 def _as_array(leaf: Any) -> Any:

@@ -367,7 +367,9 @@ _DEPENDS = ("data-dependent", "DataDependent", "data dependent", "Could not guar
 def _explained(error: Exception, model: nn.Module, symbolic: Symbolic, found: Found) -> Exception:
     where = _line_of(error)
     text = f"{type(error).__name__}: {error}"
-    first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
+    # Of a size that is a symbol, torch says below the first line what the model asks of it.
+    first = next((line[2:] for line in lines[1:] if line.startswith("- ") and symbolic), lines[0])
     if any(word in text for word in _DEPENDS):
         return InputError(
             f"{type(model).__name__} cannot be compiled: its forward depends on values of tensors{where}. A compiled "
@@ -375,8 +377,11 @@ def _explained(error: Exception, model: nn.Module, symbolic: Symbolic, found: Fo
             f"varying length, or pass the number as an argument. (torch.export: {first}){found.hint}"
         )
     hint = " Pass use_cache=False." if "Cache" in text else ""
-    hint += f" Its graph depends on the number of rows, perhaps. {NO_SYMBOL}" if symbolic else ""
+    hint += f" Its graph may be another one for other sizes. {NO_SYMBOL}" if symbolic else ""
     return PlanError(f"{type(model).__name__} cannot be exported{where}: {first.rstrip('.')}.{hint}")
+
+
+_NOT_THEIRS = ("/torch/", "/shardlib/jax/", "/contextlib.py", "/inspect.py", "<")
 
 
 def _line_of(error: BaseException | None) -> str:
@@ -385,7 +390,7 @@ def _line_of(error: BaseException | None) -> str:
     while error is not None and id(error) not in seen:
         seen.add(id(error))
         for frame in reversed(traceback.extract_tb(error.__traceback__)):
-            if not any(part in frame.filename for part in ("/torch/", "/shardlib/jax/", "/contextlib.py", "<")):
+            if not any(part in frame.filename for part in _NOT_THEIRS):
                 return f", at {frame.filename}:{frame.lineno}, in {frame.name}: `{frame.line}`"
         error = error.__cause__ or error.__context__
     return ""

@@ -39,14 +39,25 @@ def make_mesh(spec: MeshLike, *, devices: Sequence[Any] | None = None) -> Mesh:
     if -1 in shape.sizes and len(found) % known == 0:
         shape = shape.resolve(len(found))
     if shape.world_size != len(found):
-        raise MeshError(
-            f'Mesh "{shape}" needs {"a multiple of " if -1 in shape.sizes else ""}{known} devices; JAX sees '
-            f"{len(found)} ({', '.join(sorted({d.platform for d in found}))}). Change an axis (one size may be -1), "
-            "pass devices=, or on CPU pretend more with "
-            f"XLA_FLAGS=--xla_force_host_platform_device_count={known}, set before JAX is imported."
-        )
+        raise _other_number(shape, known, found, "JAX sees" if devices is None else "devices= has")
     grid = np.array(found, dtype=object).reshape(shape.sizes)
     return Mesh(grid, shape.names, axis_types=(AxisType.Auto,) * len(shape))
+
+
+def _other_number(shape: MeshShape, known: int, found: Sequence[Any], seen: str) -> MeshError:
+    """Return the error for a mesh that has fewer or more devices than there are."""
+    open_size = -1 in shape.sizes
+    advice = (
+        "pass devices=, or on CPU pretend more with "
+        f"XLA_FLAGS=--xla_force_host_platform_device_count={known}, set before JAX is imported"
+    )
+    if known < len(found):
+        used = len(found) // known * known if open_size else known
+        advice = f"or leave devices idle: devices=jax.devices()[:{used}]"
+    return MeshError(
+        f'Mesh "{shape}" needs {"a multiple of " if open_size else ""}{known} devices; {seen} {len(found)} '
+        f"({', '.join(sorted({d.platform for d in found}))}). Change an axis (one size may be -1), {advice}."
+    )
 
 
 def shape_of(mesh: Any) -> MeshShape:

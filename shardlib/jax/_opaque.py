@@ -7,6 +7,7 @@ no routing, and the JAX engine chooses how tokens get to experts.
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -55,6 +56,10 @@ class Routing:
     def of(cls, plan: Plan) -> Routing:
         rows = expert_rows(plan.rows, plan.mesh)
         return cls({name: expert_axis(own[0], plan.mesh) for name, own in rows.items()}, plan.step.capacity_factor or 0)
+
+
+# The modules of a compiled model are its own copies, which nobody changes, so a record holds for all its graphs.
+_recorded: weakref.WeakKeyDictionary[nn.Module, dict[Any, OneExpert]] = weakref.WeakKeyDictionary()
 
 
 class Found:
@@ -141,11 +146,15 @@ class _Opaque:
         )
 
     def _one_expert(self, tokens: torch.Tensor, weights: torch.Tensor) -> OneExpert:
-        undo = replace_forward(self.module, self.inner)
-        try:
-            return one_expert_of(self.module, self.experts, tokens, weights)
-        finally:
-            undo()
+        known = _recorded.setdefault(self.module, {})
+        key = int(tokens.shape[1]), tokens.dtype, weights.dtype, self.module.training
+        if key not in known:
+            undo = replace_forward(self.module, self.inner)
+            try:
+                known[key] = one_expert_of(self.module, self.experts, tokens, weights)
+            finally:
+                undo()
+        return known[key]
 
 
 def _three(given: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from shardlib._dtypes import name_of
-from shardlib._plan import LossScale, Phase, Plan, RulesLike, Transform
+from shardlib._mesh_shape import MeshShape
+from shardlib._plan import LossScale, Phase, Plan, RulesLike, Transform, as_rules
 from shardlib.errors import InputError, PlanError, nearest
 from shardlib.jax import rules
 from shardlib.jax._context import constrained
+from shardlib.rules import Rules
 
 if TYPE_CHECKING:
     from shardlib.jax._compile import Compiled
@@ -35,8 +38,11 @@ class Phases(Protocol):
     def of_state(self, opt_state: Any, params: Any) -> Any:
         """Return the tree of shardings of an optimizer's state, for arrays or shapes."""
 
-    def of_buffers(self, buffers: Any) -> Any:
-        """Return the tree of shardings of buffers."""
+    def of_buffers(self, buffers: Any, params: Any) -> Any:
+        """Return the tree of shardings of buffers, for arrays or shapes."""
+
+    def placed_buffers(self, buffers: Any, params: Any) -> Any:
+        """Return the buffers as `placed` returns parameters."""
 
     def placed(self, params: Any) -> Any:
         """Return the tree as arrays with their stored shardings, which share no memory with what was given."""
@@ -65,8 +71,11 @@ class OfModel:
     def of_state(self, opt_state: Any, params: Any) -> Any:
         return self.fn.shardings(opt_state, "state")
 
-    def of_buffers(self, buffers: Any) -> Any:
+    def of_buffers(self, buffers: Any, params: Any) -> Any:
         return self.fn.shardings(buffers)
+
+    def placed_buffers(self, buffers: Any, params: Any) -> Any:
+        return copied(buffers, self.fn.shardings(buffers))
 
     def placed(self, params: Any) -> Any:
         return copied(params, self.shardings(params, "stored"))
@@ -85,6 +94,11 @@ class OfModel:
                 f"The step of a compiled model was given parameters as {type(params).__name__}; give the dict from "
                 "names to arrays that compile_model returned."
             )
+        if tensors := [name for name, array in params.items() if hasattr(array, "untyped_storage")]:
+            raise InputError(
+                f'"{tensors[0]}" was given as a tensor of torch; give the arrays that compile_model returned. '
+                "fn.from_torch converts tensors by name."
+            )
         if missing := sorted(trained - given):
             raise InputError(f"{len(missing)} arrays are missing, {', '.join(missing[:3])} among them.")
         if strange := sorted(given - trained):
@@ -96,10 +110,20 @@ class OfModel:
 
 
 class OfRules:
-    """The layouts of a tree of arrays by rules on its paths, with transforms such as `zero(1)`."""
+    """The layouts of a tree of arrays by rules on its paths, with transforms such as `zero(1)`.
 
-    def __init__(self, rules: RulesLike, mesh: Mesh, transforms: Transform | Sequence[Transform] = ()) -> None:
-        self.rules, self.mesh, self.transforms = rules, mesh, transforms
+    With `has_buffers` a rule may match parameters, buffers, or both.
+    """
+
+    def __init__(
+        self,
+        rules: RulesLike,
+        mesh: Mesh,
+        transforms: Transform | Sequence[Transform] = (),
+        *,
+        has_buffers: bool = False,
+    ) -> None:
+        self.rules, self.mesh, self.transforms, self.has_buffers = rules, mesh, transforms, has_buffers
         self._plans: dict[Any, Plan] = {}
 
     def shardings(self, params: Any, phase: Phase) -> Any:
@@ -108,8 +132,12 @@ class OfRules:
     def of_state(self, opt_state: Any, params: Any) -> Any:
         return rules.shardings(opt_state, self.mesh, self._plan(params), phase="state")
 
-    def of_buffers(self, buffers: Any) -> Any:
-        return jax.tree.map(lambda _: NamedSharding(self.mesh, PartitionSpec()), buffers)
+    def of_buffers(self, buffers: Any, params: Any) -> Any:
+        return rules.shardings(buffers, self.mesh, self._plan_of_buffers(buffers, params))
+
+    def placed_buffers(self, buffers: Any, params: Any) -> Any:
+        made = self._plan_of_buffers(buffers, params)
+        return copied(rules.shard_params(buffers, self.mesh, made), rules.shardings(buffers, self.mesh, made))
 
     def placed(self, params: Any) -> Any:
         return copied(rules.shard_params(params, self.mesh, self._plan(params)), self.shardings(params, "stored"))
@@ -121,13 +149,39 @@ class OfRules:
         return self._plan(params).step.scaler
 
     def _plan(self, params: Any) -> Plan:
-        leaves, structure = jax.tree.flatten(params)
-        key = structure, tuple((tuple(jnp.shape(leaf)), str(getattr(leaf, "dtype", ""))) for leaf in leaves)
+        def made() -> Plan:
+            lenient = _all_optional(as_rules(self.rules)) if self.has_buffers else self.rules
+            found = rules.plan(params, self.mesh, lenient, transforms=self.transforms)
+            _refuse_narrower(found)
+            return found
+
+        return self._once((), params, made)
+
+    def _plan_of_buffers(self, buffers: Any, params: Any) -> Plan:
+        """Return the plan of buffers, which no transform changes. A rule has to match one of them or a parameter."""
+
+        def made() -> Plan:
+            given = as_rules(self.rules)
+            covered = given.coverage(buffers, MeshShape.of(self.mesh)).rows
+            used = [row.rule for row in covered if row.rule is not None and row.tensors + row.agreeing]
+            strict = dataclasses.replace(given, optional=(*given.optional, *used))
+            rules.plan(params, self.mesh, strict, transforms=self.transforms)
+            return rules.plan(buffers, self.mesh, dataclasses.replace(_all_optional(given), unmatched="replicate"))
+
+        return self._once("buffers", (buffers, params), made)
+
+    def _once(self, kind: Any, tree: Any, make: Callable[[], Plan]) -> Plan:
+        """Return the plan for a tree of these shapes, which is made once."""
+        leaves, structure = jax.tree.flatten(tree)
+        key = kind, structure, tuple((tuple(jnp.shape(leaf)), str(getattr(leaf, "dtype", ""))) for leaf in leaves)
         if key not in self._plans:
-            made = rules.plan(params, self.mesh, self.rules, transforms=self.transforms)
-            _refuse_narrower(made)
-            self._plans[key] = made
+            self._plans[key] = make()
         return self._plans[key]
+
+
+def _all_optional(given: Rules) -> Rules:
+    """Return rules each of which may match nothing."""
+    return dataclasses.replace(given, optional=tuple(given.rules))
 
 
 def _refuse_narrower(plan: Plan) -> None:

@@ -22,6 +22,7 @@ from shardlib._mesh_shape import MeshShape
 from shardlib._plan import LossScale, RulesLike, Transform
 from shardlib.errors import InputError, check_flags
 from shardlib.jax._context import constrained, is_explicit, refuse_explicit
+from shardlib.jax._given import check_keys, fitting_batch, is_array, is_placed, refuse_elsewhere
 from shardlib.jax._mesh import shape_of
 from shardlib.jax._phases import OfModel, OfRules, Phases, copied
 from shardlib.rules.trees import name_of_path
@@ -88,7 +89,8 @@ def train_step(
             masked. The step divides by the count of the whole batch, or by 1 if that is 0; no gradient flows through
             the count.
         has_buffers: `loss_fn(params, buffers, batch)` returns `(loss, buffers)`, or `(loss, (buffers, aux))`, as
-            BatchNorm needs it; `step.init(params, buffers)` takes the first ones.
+            BatchNorm needs it; `step.init(params, buffers)` takes the first ones. Rules that match their names lay them
+            out, and the others are replicated. Transforms do not change them.
         accumulate: the number of microbatches, which run one after the other. Microbatch i of n has the rows i, i + n,
             i + 2n and so on, which are on the device that has the batch's rows already.
         clip: the largest norm of all gradients together, as of `optax.clip_by_global_norm`; `math.inf` only reports
@@ -125,7 +127,7 @@ def train_step(
         raise InputError(f"train_step(accumulate={accumulate!r}) was given; give a number of microbatches from 1 on.")
     if clip is not None and not _positive(clip):
         raise InputError(f"train_step(clip={clip!r}) was given; give a positive norm, or None.")
-    phases = _phases_of(rules, mesh, transforms)
+    phases = _phases_of(rules, mesh, transforms, has_buffers)
     takes = _Takes(has_aux, has_count, has_buffers)
     return TrainStep(loss_fn, optimizer, phases, takes, accumulate, clip, _scale_of(loss_scale), remat, donate)
 
@@ -137,7 +139,7 @@ def _positive(number: Any) -> bool:
     return isinstance(number, int | float) and not isinstance(number, bool) and number > 0
 
 
-def _phases_of(rules: Any, mesh: Mesh | None, transforms: Any) -> Phases:
+def _phases_of(rules: Any, mesh: Mesh | None, transforms: Any, has_buffers: bool) -> Phases:
     if _is_compiled(rules):
         if mesh is not None or transforms:
             raise InputError(
@@ -149,7 +151,7 @@ def _phases_of(rules: Any, mesh: Mesh | None, transforms: Any) -> Phases:
         raise InputError('train_step was given rules and no mesh; give one, as shardlib.jax.make_mesh("dp=2,tp=4").')
     if not is_explicit(mesh):
         shape_of(mesh)
-    return OfRules(rules, mesh, transforms)
+    return OfRules(rules, mesh, transforms, has_buffers=has_buffers)
 
 
 def _is_compiled(rules: Any) -> bool:
@@ -214,7 +216,7 @@ class TrainStep:
         Args:
             params: a tree of arrays or tensors, whole or sharded; for a compiled model the dict that `compile_model`
                 returned.
-            buffers: a tree of arrays, for `has_buffers`; those beside rules are replicated.
+            buffers: a tree of arrays, for `has_buffers`.
         """
         self._check_context()
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves((params, buffers))):
@@ -224,8 +226,9 @@ class TrainStep:
         with self._context():
             init = self._optimizer.init
             init = self._auto(init, shardings.opt_state) if self._explicit else init
-            opt_state = jax.jit(init, out_shardings=shardings.opt_state)(placed)
-        kept = copied(buffers, shardings.buffers)
+            # The devices of an abstract mesh are those of the arguments, which an empty state does not read.
+            opt_state = jax.jit(init, out_shardings=shardings.opt_state, keep_unused=True)(placed)
+        kept = None if buffers is None else self._phases.placed_buffers(buffers, params)
         return jax.device_put(TrainState(_ZERO, placed, opt_state, kept, self._first_scale(params)), shardings)
 
     def abstract(self, params: Any, buffers: Any = None) -> TrainState:
@@ -241,7 +244,7 @@ class TrainStep:
         (3,)
         """
         shardings = self._shardings(params, buffers)
-        shapes = jax.eval_shape(self._whole_state, jax.tree.map(_shape, params), buffers)
+        shapes = self._shapes(params, buffers)
         return jax.tree.map(lambda s, at: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=at), shapes, shardings)
 
     def __call__(self, state: TrainState, batch: Any, *, rng: Any = None) -> tuple[TrainState, dict[str, Any]]:
@@ -250,9 +253,14 @@ class TrainStep:
         Args:
             state: the state of `init`, or of the step before. Its memory is handed on, so it cannot be used again.
             batch: a tree of arrays with the rows of the global batch in their first dim. Numbers are for all rows.
-            rng: a key of JAX, another one at each step; each microbatch gets its own one from it.
+            rng: a key of JAX, or a tree of keys, other ones at each step; each microbatch gets its own ones from them.
+
+        Raises:
+            InputError: a leaf of the batch is no array, is on other devices, or does not fit into the bits that JAX
+                has for it; `rng` has something else than keys; a state that this step did not make.
         """
         program = self._program(state)
+        batch = self._checked(batch, rng)
         concrete = [leaf for leaf in jax.tree.leaves(state) if not isinstance(leaf, jax.core.Tracer)]
         # Before the call: XLA may end the process when it is given memory that was handed on.
         if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in concrete):
@@ -265,13 +273,9 @@ class TrainStep:
         with self._context():
             return program(state, batch, **_key(rng))
 
-    @functools.cached_property
-    def _devices(self) -> frozenset[Any]:
-        return frozenset(self._phases.mesh.devices.flat)
-
     def _is_here(self, leaf: Any) -> bool:
         """Tell whether a leaf of a state is an array on the devices of the mesh."""
-        return isinstance(leaf, jax.Array) and leaf.sharding.device_set == self._devices
+        return isinstance(leaf, jax.Array) and is_placed(leaf, self._phases.mesh)
 
     def lower(self, state: TrainState, batch: Any, *, rng: Any = None) -> Any:
         """Lower the step for arrays or shapes, as `jax.jit(...).lower` does; `.compile()` then compiles it.
@@ -279,8 +283,16 @@ class TrainStep:
         The program is called as the step is: `program(state, batch)`, with `rng=` if it was lowered with a key.
         """
         program = self._program(state)
+        batch = self._checked(batch, rng, shapes=True)
         with self._context():
             return program.lower(state, batch, **_key(rng))
+
+    def _checked(self, batch: Any, rng: Any, *, shapes: bool = False) -> Any:
+        """Return the batch as JAX takes it, or refuse it or the key."""
+        check_keys(rng, several=True)
+        for key in jax.tree.leaves(rng):
+            refuse_elsewhere(key, self._phases.mesh, "rng")
+        return fitting_batch(batch, self._phases.mesh, shapes=shapes)
 
     def _program(self, state: Any) -> Any:
         """Return the jitted step for states of this structure.
@@ -300,6 +312,7 @@ class TrainStep:
             )
         structure = jax.tree.structure(state)
         if structure not in self._jitted:
+            self._check_state(state)
             shardings = self._shardings(state.params, state.buffers), None
             if self._explicit:
                 update = functools.partial(self._typed_update, shardings)
@@ -307,6 +320,20 @@ class TrainStep:
             else:
                 self._jitted[structure] = jax.jit(self._update, donate_argnums=self._donated, out_shardings=shardings)
         return self._jitted[structure]
+
+    def _check_state(self, state: TrainState) -> None:
+        """Refuse the state of a step with another optimizer or loss scale, or for parameters of other shapes."""
+        self._check_buffers(state.buffers)
+        own = self._shapes(state.params, state.buffers)
+        for what, given, made in (("opt_state", state.opt_state, own.opt_state), ("scale", state.scale, own.scale)):
+            shapes, wanted = ([getattr(leaf, "shape", ()) for leaf in jax.tree.leaves(tree)] for tree in (given, made))
+            if str(jax.tree.structure(given)) != str(jax.tree.structure(made)) or shapes != wanted:
+                other = next((f", {a} for {b}" for a, b in zip(shapes, wanted, strict=False) if a != b), "")
+                raise InputError(
+                    f"The step was called with a state that another step made: its {what} is {_kinds(given)} with "
+                    f"{len(shapes)} arrays, and this step has {_kinds(made)} with {len(wanted)} arrays{other}. Begin "
+                    "with step.init(state.params)."
+                )
 
     def _check_context(self) -> None:
         if not self._explicit:
@@ -353,10 +380,14 @@ class TrainStep:
         mesh = self._phases.mesh
         replicated = NamedSharding(mesh, PartitionSpec())
         stored = self._phases.shardings(params, "stored")
-        shape = jax.eval_shape(self._whole_state, jax.tree.map(_shape, params), buffers)
+        kept = None if buffers is None else self._phases.of_buffers(buffers, params)
+        shape = self._shapes(params, buffers)
         opt_state = self._phases.of_state(shape.opt_state, params)
-        kept = self._phases.of_buffers(buffers)
         return TrainState(replicated, stored, opt_state, kept, jax.tree.map(lambda _: replicated, shape.scale))
+
+    def _shapes(self, params: Any, buffers: Any) -> TrainState:
+        """Return the shapes of a state."""
+        return jax.eval_shape(self._whole_state, *jax.tree.map(_shape, (params, buffers)))  # type: ignore[no-any-return]
 
     def _whole_state(self, params: Any, buffers: Any) -> TrainState:
         return TrainState(_ZERO, params, self._optimizer.init(params), buffers, self._first_scale(params))
@@ -381,7 +412,7 @@ class TrainStep:
 
         found, grads = self._gradients(state, batch, rng, types)
         grads = _all_constrained(grads, self._phases.shardings(state.params, "grad"))
-        metrics = {"loss": found.loss, "aux": found.aux, "count": found.count}
+        metrics = {"loss": found.loss, "count": found.count}
         finite = None if state.scale is None else _all_finite(grads)
         if self._clip is not None:
             metrics["grad_norm"] = norm = _global_norm(grads)
@@ -396,7 +427,7 @@ class TrainStep:
             new = new._replace(scale=_next_scale(self._scaler(state.params), state.scale, finite))
             metrics |= {"scale": state.scale["scale"], "skipped": ~finite}
         metrics = {name: value for name, value in metrics.items() if value is not None}
-        return new, metrics
+        return new, metrics | ({"aux": found.aux} if self._takes.aux else {})
 
     def _optimized(self, grads: Any, state: TrainState, loss: Any) -> tuple[Any, Any]:
         """Return the optimizer's updates and its next state; those that read the loss are given it."""
@@ -414,6 +445,7 @@ class TrainStep:
     def _gradients(self, state: TrainState, batch: Any, rng: Any, types: Any) -> tuple[_Found, Any]:
         """Return what the loss found in the whole batch, and the gradients of its mean."""
         factor = None if state.scale is None else state.scale["scale"]
+        self._check_rng(rng)
         differentiated = jax.value_and_grad(functools.partial(self._loss, types), has_aux=True)
 
         def of(buffers: Any, batch: Any, rng: Any) -> tuple[_Found, Any]:
@@ -433,6 +465,20 @@ class TrainStep:
         grads = jax.tree.map(lambda g, p: functools.reduce(jnp.divide, divisor, g).astype(p.dtype), grads, state.params)
         return found, grads
 
+    def _check_rng(self, rng: Any) -> None:
+        """Refuse a key that the loss function does not take, and the lack of one that it needs."""
+        given, needed = _reads(self._loss_fn, "rng"), _needs(self._loss_fn, "rng")
+        if rng is not None and not given:
+            raise InputError(
+                "The step was given rng=, and loss_fn takes no such argument. Write loss_fn(params, batch, rng), or "
+                "leave rng= out."
+            )
+        if rng is None and needed:
+            raise InputError(
+                "loss_fn takes rng, and the step was given none. Call step(state, batch, rng=key), with another key of "
+                "JAX at each step."
+            )
+
     def _summed(self, of: Callable[..., Any], state: TrainState, batch: Any, rng: Any) -> tuple[_Found, Any]:
         """Add up microbatches: losses, counts and gradients are sums, aux is stacked."""
         arrays, numbers, structure = self._divided(batch)
@@ -440,7 +486,7 @@ class TrainStep:
         def one(carry: Any, each: Any) -> Any:
             (buffers, sums), (index, rows) = carry, each
             micro = jax.tree.unflatten(structure, [n if r is None else r for r, n in zip(rows, numbers, strict=True)])
-            found, grads = of(buffers, micro, None if rng is None else jax.random.fold_in(rng, index))
+            found, grads = of(buffers, micro, jax.tree.map(lambda key: jax.random.fold_in(key, index), rng))
             sums = jax.tree.map(lambda total, grad: total + grad.astype(total.dtype), sums, grads)
             sums = _all_constrained(sums, grad_shardings)
             return (found.buffers, sums), (found.loss, found.count, found.aux)
@@ -467,7 +513,9 @@ class TrainStep:
     def _typed_loss(self, types: Any, params: Any, buffers: Any) -> Callable[..., Any]:
         """Return the loss function with axes of type Explicit inside, and of type Auto outside."""
         weights = jax.tree.map(lambda sharding: sharding.spec, self._phases.shardings(params, "compute"))
-        kept = [jax.tree.map(lambda _: PartitionSpec(), buffers)] if self._takes.buffers else []
+        kept = []
+        if self._takes.buffers:
+            kept = [jax.tree.map(lambda sharding: sharding.spec, self._phases.of_buffers(buffers, params))]
 
         def called(*args: Any, **key: Any) -> Any:
             specs = (weights, *kept, types), jax.tree.map(lambda _: PartitionSpec(), key)
@@ -525,6 +573,19 @@ def _reads(function: Callable[..., Any], name: str) -> bool:
     return name in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
 
 
+def _needs(function: Callable[..., Any], name: str) -> bool:
+    """Tell whether a function cannot be called without an argument of this name."""
+    found = inspect.signature(function).parameters.get(name)
+    return found is not None and found.default is found.empty
+
+
+def _kinds(tree: Any) -> str:
+    """Return the types of an optimizer's state."""
+    if isinstance(tree, tuple) and not hasattr(tree, "_fields"):
+        return f"({', '.join(map(_kinds, tree))})"
+    return "None" if tree is None else type(tree).__name__
+
+
 def _trainable(dtype: Any) -> bool:
     if hasattr(dtype, "is_floating_point"):  # of torch
         return bool(dtype.is_floating_point or dtype.is_complex)
@@ -558,6 +619,7 @@ def _read(result: Any, takes: _Takes, before: Any) -> _Found:
         if takes.buffers:
             buffers, aux = _pair(second, form, result) if takes.aux else (second, None)
             _check_kept(before, buffers)
+        _check_aux(aux if takes.aux else None)
     if takes.count:
         loss, count = _pair(loss, form, result)
         if isinstance(count, int | float) and not isinstance(count, bool):  # such as x.shape[0]
@@ -583,6 +645,16 @@ def _odd(form: str, result: Any) -> InputError:
         f"loss_fn returned {found}, where {form} was expected; a loss, a sum and a count are scalars. has_aux=, "
         "has_count= and has_buffers= of train_step say what it returns beside the loss."
     )
+
+
+def _check_aux(aux: Any) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(aux):
+        if not is_array(leaf):
+            at = f' at "{name_of_path(path)}"' if path else ""
+            raise InputError(
+                f"loss_fn returned aux with {type(leaf).__name__} {leaf!r}{at}; a compiled step returns arrays and "
+                "numbers. Leave it out of aux, and keep it beside the step."
+            )
 
 
 def _check_kept(before: Any, after: Any) -> None:

@@ -20,6 +20,7 @@ from shardlib.errors import InputError, MeshError, PlanError
 from shardlib.jax._context import redistributed
 from shardlib.jax._mesh import named_sharding
 from shardlib.jax._narrow import fitting, refuse_narrowed
+from shardlib.jax._statistics import reduced_dim, without_dim
 from shardlib.layout import Layout
 from shardlib.rules.specs import check_even
 from shardlib.rules.trees import Tree
@@ -27,7 +28,7 @@ from shardlib.rules.trees import Tree
 __all__ = ["PHASES", "cast", "plan", "refuse_settings", "shard_params", "shardings"]
 
 # How the torch engine sends what XLA sends by itself, and the scale of the loss, which train_step carries out.
-_SERVED = ("bucket_mb", "unbucketed_mb", "overlap", "scaler")
+_SERVED = ("bucket_mb", "unbucketed_mb", "scaler")
 PHASES: tuple[Phase, ...] = get_args(Phase)
 
 
@@ -75,7 +76,9 @@ def shardings(
     """Return a tree of `NamedSharding`s for a tree of arrays.
 
     With a plan, the tree may be of the parameters, of their gradients, or of an optimizer's state: an array whose path
-    ends in a parameter's name, and that has its shape, has the layout of that parameter. Everything else is replicated.
+    ends in a parameter's name, and that has its shape, has the layout of that parameter. An array of an optimizer's
+    state that lacks one dim of its parameter, as Adafactor's means of rows and columns do, has the layout of the other
+    dims. Everything else is replicated.
 
     Args:
         tree: arrays, or `jax.ShapeDtypeStruct`s.
@@ -103,8 +106,15 @@ def shardings(
         )
     made = rules if isinstance(rules, Plan) else plan(tree, mesh, rules, transforms=transforms)
     _check_mesh(made, mesh)
-    replicated = NamedSharding(mesh, PartitionSpec())
-    return _mapped(tree, made, lambda _, row: _sharding(row, made.mesh, mesh, phase), lambda _: replicated)
+    replicated, rows = NamedSharding(mesh, PartitionSpec()), {row.name: row for row in made.rows}
+
+    def of_other(name: str | None, leaf: Any) -> NamedSharding:
+        if phase == "state" and name is not None and (found := _reduced(name, tuple(leaf.shape), rows)):
+            row, dim = found
+            return NamedSharding(mesh, without_dim(_sharding(row, made.mesh, mesh, phase).spec, dim))
+        return replicated
+
+    return _mapped(tree, made, lambda _, row: _sharding(row, made.mesh, mesh, phase), of_other)
 
 
 def cast(tree: Any, mesh: Mesh, rules: Plan) -> Any:
@@ -138,7 +148,7 @@ def cast(tree: Any, mesh: Mesh, rules: Plan) -> Any:
         back = _sharding(row, rules.mesh, mesh, "grad") if row.grad is not None else there
         return redistributed(leaf.astype(dtype), there, back)
 
-    return _mapped(tree, rules, computed, lambda leaf: leaf)
+    return _mapped(tree, rules, computed, lambda _, leaf: leaf)
 
 
 def shard_params(params: Any, mesh: Mesh, rules: RulesLike | Plan) -> Any:
@@ -190,6 +200,11 @@ def refuse_settings(plan: Plan, *, served: Sequence[str] = ()) -> None:
                 f"{', '.join(plan.transforms)}; on JAX they have the dtype of the master copy. Leave grads= out."
             )
     asked = {name: value for name, value in plan.step.settings().items() if name not in (*_SERVED, *served)}
+    if asked == {"overlap": True}:
+        raise PlanError(
+            f"The plan asks for overlap=True, by {', '.join(plan.transforms)}; XLA overlaps communication by itself. "
+            "Leave overlap= out."
+        )
     if asked:
         named = ", ".join(f"{name}={value!r}" for name, value in asked.items())
         raise PlanError(
@@ -224,13 +239,15 @@ def _check_names(tree: Any, made: Plan) -> None:
             )
 
 
-def _mapped(tree: Any, made: Plan, change: Callable[[Any, Row], Any], otherwise: Callable[[Any], Any]) -> Any:
-    """Return a tree of what `change` gives for each array of a parameter, and `otherwise` for anything else."""
+def _mapped(
+    tree: Any, made: Plan, change: Callable[[Any, Row], Any], otherwise: Callable[[str | None, Any], Any]
+) -> Any:
+    """Return a tree of what `change` gives for each array of a parameter, and `otherwise` for other arrays by name."""
     read, rows = Tree.of(tree), {row.name: row for row in made.rows}
     found = []
     for name, leaf in zip(read.names, read.leaves, strict=True):
         row = None if name is None else _row_of(name, tuple(leaf.shape), rows)
-        found.append(otherwise(leaf) if row is None else change(leaf, row))
+        found.append(otherwise(name, leaf) if row is None else change(leaf, row))
     return read.map(found)
 
 
@@ -240,6 +257,18 @@ def _row_of(name: str, shape: tuple[int, ...], rows: Mapping[str, Row]) -> Row |
         if (row := rows.get(name)) is not None and row.global_shape == shape:
             return row
         name = name.partition(".")[2]
+    return None
+
+
+def _reduced(name: str, shape: tuple[int, ...], rows: Mapping[str, Row]) -> tuple[Row, int] | None:
+    """Return the row of the parameter of which an array is a statistic, and the dim that the array lacks."""
+    prefix, end = "", name
+    while end:
+        row = rows.get(end)
+        if row is not None and (dim := reduced_dim(row.global_shape, shape, prefix)) is not None:
+            return row, dim
+        first, _, end = end.partition(".")
+        prefix += f"{first}."
     return None
 
 

@@ -11,6 +11,8 @@ from shardlib.rules._claims import Claim
 from shardlib.rules._match import Entry, Match, Matcher, border_key
 from shardlib.rules._model import ModelIndex, called, readable_bytes, summary
 from shardlib.rules._resolution import Border, TensorLayout
+from shardlib.rules._tree_node import TreeNode
+from shardlib.rules.trees import dotted_path
 
 __all__ = ["axis_refused", "conflicting_borders", "conflicting_layouts", "match_refused", "no_activations", "unmatched"]
 
@@ -106,6 +108,9 @@ def _matches_nothing(entry: Entry, index: ModelIndex) -> RuleError:
 
 
 def _nearest(key: str, index: ModelIndex) -> str:
+    if "/" in key and isinstance(index.model, TreeNode):
+        written = "" if key.startswith(("re:", "tensor re:")) else f': write "{dotted_path(key)}"'
+        return f" Names of a tree have dots where keys of haiku have slashes{written}."
     if key.startswith(("re:", "tensor re:")):
         return ""
     border = border_key(key)

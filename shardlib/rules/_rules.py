@@ -203,7 +203,7 @@ class Rules(RuleSet):
 
         Args:
             layout_map: the layout map. It may have no mesh.
-            kinds: the kinds of mesh axes that are not registered, as in `{"rows": "data"}`; "batch" is known.
+            kinds: the kinds of mesh axes that are not known, as in `{"rows": "data"}`; "batch" is.
             unmatched: the treatment of variables that no key matches, which Keras replicates.
 
         Raises:

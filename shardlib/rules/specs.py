@@ -15,7 +15,7 @@ from shardlib.errors import InputError, LayoutError, RuleError
 from shardlib.layout import Layout
 from shardlib.rules._resolution import Resolution
 from shardlib.rules.patterns import exactly
-from shardlib.rules.trees import Tree, named_leaves
+from shardlib.rules.trees import Tree, dotted_path, named_leaves
 
 __all__ = [
     "check_even",
@@ -28,42 +28,21 @@ __all__ = [
     "write_partition_specs",
 ]
 
-# The names that Keras, MaxText and torchax give to axes, beside those that shardlib has.
-_USUAL: dict[str, AxisKind] = {
-    "batch": "data",
-    "diloco": "data",
-    "fsdp_transpose": "data",
-    "attn_dp": "data",
-    "attn_dp_expert": "data",
-    "expert": "expert",
-    "context": "model",
-    "context_autoregressive": "model",
-    "context_usp_ulysses": "model",
-    "sequence": "model",
-    "tensor_sequence": "model",
-    "tensor_transpose": "model",
-    "autoregressive": "model",
-}
-
 
 def register_kinds(axes: Iterable[str], kinds: Mapping[str, AxisKind] | None) -> None:
-    """Register the kinds of axes that have none: as given, or as their usual names say.
+    """Register the kinds of axes that are given, and refuse axes that have none.
 
     Raises:
         RuleError: an axis is of no known kind.
         MeshError: a given kind is not the registered one.
     """
-    given = dict(kinds or {})
-    for axis, kind in given.items():
+    for axis, kind in dict(kinds or {}).items():
         register_axis(axis, kind=kind)
-    unknown = [axis for axis in dict.fromkeys(axes) if kind_of(axis) is None]
-    if strange := [axis for axis in unknown if axis not in _USUAL]:
+    if strange := [axis for axis in dict.fromkeys(axes) if kind_of(axis) is None]:
         raise RuleError(
             f"These rules name the mesh axes {listed(strange)}, of which no kind is known. Say what each carries, as "
             f'in kinds={{"{strange[0]}": "data"}} for different examples or "model" for the parts of a layer.'
         )
-    for axis in unknown:
-        register_axis(axis, kind=_USUAL[axis])
 
 
 # --- Keras ----------------------------------------------------------------------------------------------------------
@@ -188,7 +167,7 @@ def read_partition_specs(specs: Any, kinds: Mapping[str, AxisKind] | None) -> di
 
 def _name(key: Any) -> str:
     if isinstance(key, str):
-        return key if key.startswith(("re:", "tensor re:")) else key.replace("/~/", "/").replace("/", ".")
+        return key if key.startswith(("re:", "tensor re:")) else dotted_path(key)
     raise RuleError(f"A key of the specs was given as {key!r}; give the name of a parameter, or a pattern.")
 
 

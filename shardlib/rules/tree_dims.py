@@ -28,6 +28,7 @@ _FROM_HEADS = ModuleDims({"kernel": "heads head embed", "bias": "embed"}, "embed
 _EMBEDDING = ModuleDims({"embedding": "vocab embed", "embeddings": "vocab embed"}, "embed", ("vocab",))
 _OF_A_CHANNEL = ("scale", "offset", "bias", "gamma", "beta", "mean", "var", "moving_mean", "moving_variance")
 _NORM = ModuleDims(dict.fromkeys(_OF_A_CHANNEL, "channel"), "channel")
+_STATISTICS = {"mean", "var"}, {"moving_mean", "moving_variance"}  # of a norm, apart from its parameters
 _HEADS = {"query", "key", "value"}  # of the attention of flax and Keras
 _JOINED = ("out", "attention_output")
 
@@ -67,8 +68,8 @@ def _by_arrays(node: TreeNode, name: str, parent: TreeNode | None) -> ModuleDims
             return _known(_HAIKU if ndim == 2 else _HAIKU_CONV, ndims) if ndim > 1 else None
         case {"embedding": 2} | {"embeddings": 2}:
             return _known(_EMBEDDING, ndims)
-    is_norm = bool(ndims.keys() & {"scale", "gamma"}) and {*ndims.values()} == {1}
-    return _known(_NORM, ndims) if is_norm else None
+    is_norm = bool(ndims.keys() & {"scale", "gamma"}) or ndims.keys() in _STATISTICS
+    return _known(_NORM, ndims) if is_norm and {*ndims.values()} == {1} else None
 
 
 def _is_attention(node: TreeNode) -> bool:

@@ -16,7 +16,7 @@ from shardlib.errors import InputError
 from shardlib.rules._tree_node import TreeNode, TreeTensor
 from shardlib.rules.tree_dims import dims_of_node
 
-__all__ = ["Tree", "is_tree", "name_of_path", "named_leaves"]
+__all__ = ["Tree", "dotted_path", "is_tree", "name_of_path", "named_leaves"]
 
 
 def is_tree(model: Any) -> bool:
@@ -78,7 +78,16 @@ def name_of_path(path: Sequence[Any]) -> str:
     ['layers.0.kernel', 'mlp.linear_0.w']
     """
     keys = (str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", "")))) for key in path)
-    return ".".join(key.replace("/~/", "/").replace("/", ".") for key in keys)
+    return ".".join(map(dotted_path, keys))
+
+
+def dotted_path(path: str) -> str:
+    """Return the name for rules of a path of haiku or Keras.
+
+    >>> dotted_path("mlp/~/linear_0")
+    'mlp.linear_0'
+    """
+    return path.replace("/~/", "/").replace("/", ".")
 
 
 def named_leaves(tree: Any, is_leaf: Callable[[Any], bool]) -> list[tuple[str, Any]]:

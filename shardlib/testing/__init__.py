@@ -10,7 +10,17 @@ from __future__ import annotations
 
 from shardlib.testing._pool import HangError, RankDied, RankError, Ranks, ranks, shared_pool
 from shardlib.testing._standing import Standing
-from shardlib.testing.auditing import Advice, AuditError, AuditReport, Check, assert_audit, audit
+from shardlib.testing.auditing import (
+    Advice,
+    AuditError,
+    AuditReport,
+    Check,
+    DryFinding,
+    DryReport,
+    assert_audit,
+    audit,
+    dry_audit,
+)
 from shardlib.testing.equivalence import (
     Difference,
     NotEquivalentError,
@@ -26,6 +36,8 @@ __all__ = [
     "AuditReport",
     "Check",
     "Difference",
+    "DryFinding",
+    "DryReport",
     "HangError",
     "NotEquivalentError",
     "Origin",
@@ -37,6 +49,7 @@ __all__ = [
     "assert_audit",
     "assert_equivalent",
     "audit",
+    "dry_audit",
     "equivalent",
     "ranks",
     "shared_pool",

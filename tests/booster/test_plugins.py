@@ -22,7 +22,7 @@ from shardlib.booster import (
     TorchDDPPlugin,
     TorchFSDPPlugin,
 )
-from shardlib.errors import InputError, MeshError, PlanError, ShardingError
+from shardlib.errors import CheckpointError, InputError, MeshError, PlanError, ShardingError
 from tests.booster.plugins import ALL, OWN, TOLERANCE, made, maker
 from tests.booster.training import Run, Trained, adamw, gpt, plainly
 
@@ -285,7 +285,7 @@ def test_the_position_of_a_dataloader_fits_another_number_of_data_ranks(ranks):
     steps = [sorted(n for got, _ in on_four for n in got[step]) for step in range(2)]
     on_one = ranks(1).run(_batches, TorchDDPPlugin(), 8, {"epoch": 2, "examples": 8})[0][0]
     assert steps == [sorted(batch) for batch in on_one]
-    assert on_two[0][1] == {"epoch": 2, "examples": 0}  # at the end of an epoch the next one begins
+    assert on_two[0][1] == {"epoch": 3, "examples": 0}  # at the end of an epoch the next one begins
 
 
 def _saved_position(folder: str) -> list[list[int]]:
@@ -302,6 +302,29 @@ def _saved_position(folder: str) -> list[list[int]]:
 
 def test_save_keeps_the_position_and_the_next_epoch_is_whole(ranks, tmp_path):
     assert [len(epoch) for epoch in ranks(2).run(_saved_position, str(tmp_path))] == [4, 4]
+
+
+def test_a_run_that_goes_on_from_the_end_of_an_epoch_begins_the_next_one():
+    first, second, alone = (
+        TorchDDPPlugin().prepare_dataloader(Numbers(), batch_size=8, shuffle=True) for _ in range(3)
+    )
+    assert len([*first]) == 3 and first.state_dict() == {"epoch": 1, "examples": 0}
+    second.load_state_dict(first.state_dict())
+    alone.sampler.set_epoch(1)
+    assert second.epoch == 1 and [b.tolist() for b in second] == [b.tolist() for b in alone]
+    first.sampler.set_epoch(1)
+    next(iter(first))
+    assert first.state_dict() == {"epoch": 1, "examples": 8}
+
+
+@pytest.mark.parametrize(
+    "given", [{}, [], None, "x", {"epoch": 1}, {"epoch": 1, "examples": "4"}, {"epoch": 0, "examples": -1}]
+)
+def test_what_is_no_position_is_refused(given: Any):
+    loader = TorchDDPPlugin().prepare_dataloader(Numbers(), batch_size=2)
+    with pytest.raises(CheckpointError) as caught:
+        loader.load_state_dict(given)
+    assert f"was given {given!r}; give what its state_dict() returned" in str(caught.value)
 
 
 def test_data_that_nobody_can_share_is_refused():

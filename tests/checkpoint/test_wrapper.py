@@ -196,3 +196,15 @@ def test_a_checkpoint_before_the_first_step_holds_the_copies(tmp_path: Path, sta
     assert _unlike(shared_pool(2).run(_starts, path, stage, load=True)[0], copies) == set()
     exact = dict(_gpt().named_parameters())
     assert _unlike(copies, {name: exact[name].detach() for name in copies}) == set()
+
+
+def test_a_save_between_the_passes_of_a_step_says_that_its_gradients_are_left_out(tmp_path: Path):
+    model = sl.shard_model(nn.Linear(2, 2), "dp=1", {"*": None}, transforms=sl.accumulate(2))
+    optimizer = sl.OptimizerWrapper(torch.optim.SGD, model, lr=0.1)
+    optimizer.backward(model(torch.ones(1, 2)).sum())
+    sl.save(tmp_path / "weights", model)
+    with pytest.warns(UserWarning, match="between the 2 backward passes of a step .* begins the step anew"):
+        sl.save(tmp_path / "both", model, optimizer)
+    optimizer.backward(model(torch.ones(1, 2)).sum())
+    optimizer.step()
+    sl.save(tmp_path / "step", model, optimizer)

@@ -255,6 +255,14 @@ def test_no_limit_changes_nothing():
 REFUSED: list[tuple[Callable[[nn.Module], Any], str]] = [
     (lambda m: sl.clip_grad_norm_(m, -1.0), "max_norm=-1.0 was given; give a number that is not negative"),
     (lambda m: sl.clip_grad_norm_(m, math.nan), "max_norm=nan was given"),
+    (lambda m: sl.clip_grad_norm_(m, None), "max_norm=None was given; give a number"),
+    (lambda m: sl.clip_grad_norm_(m, 1.0, "two"), "norm_type='two' was given; give a positive number"),
+    (
+        lambda m: sl.clip_grad_norm_("x", 1.0),
+        "The gradients of str 'x' were asked for; give a model, or its parameters.",
+    ),
+    (lambda m: sl.clip_grad_norm_(None, 1.0), "The gradients of NoneType None were asked for"),
+    (lambda m: sl.booster.clip_grad_value_([*m.parameters(), 3], 1.0), "The gradients of int 3 were asked for"),
     (lambda m: sl.clip_grad_norm_(m, 1.0, 0), "norm_type=0 was given; give a positive number, such as 2.0, or inf."),
     (lambda m: sl.clip_grad_norm_(m, 1.0, -math.inf), "norm_type=-inf was given"),
     (lambda m: sl.booster.get_grad_norm(m, math.nan), "norm_type=nan was given"),

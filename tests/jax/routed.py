@@ -262,6 +262,43 @@ def _rows_that_ranks_do_not_divide_are_computed_too() -> None:
         assert _apart(model, batch(0, rows), "dp=2,ep=2", RULES) < BOUND
 
 
+@_check
+def _in_bfloat16_gradients_are_the_exact_ones_but_for_rounding() -> None:
+    """Fewer than eight roundings of 2**-8 lie between a gradient and the exact one; a mistake is of order one."""
+    x = torch.randn(8, EMBED, generator=torch.Generator().manual_seed(1)).bfloat16()
+    for name, mesh, rules in (("Mixtral", "dp=1", None), ("loop", "ep=4", RULES)):
+        torch.manual_seed(0)
+        model = Mixture()
+        model.experts = MODULES[name]()
+        fn, params = _compiled(model.bfloat16(), mesh, rules)
+        loss = jax.jit(jax.grad(lambda p, fn=fn: jnp.square(fn(p, x).astype(jnp.float32)).mean()))
+        grads = fn.to_torch(loss(params))
+        exact = model.double()
+        exact(x.double()).square().mean().backward()
+        for key, parameter in exact.named_parameters():
+            assert grads[key].dtype == torch.bfloat16 and parameter.grad is not None
+            unlike = float((grads[key].double() - parameter.grad).abs().max() / parameter.grad.abs().max())
+            assert 0 < unlike < 8 * 2**-8, (key, unlike)
+
+
+@_check
+def _a_module_is_recorded_once_for_all_graphs() -> None:
+    runs = []
+
+    class Counted(Experts):
+        def forward(self, tokens: torch.Tensor, numbers: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+            runs.append(len(tokens))
+            return super().forward(tokens, numbers, weights)
+
+    model = Mixture()
+    model.experts = Counted()
+    fn, _ = _compiled(model, "dp=1", example=torch.ones(2, EMBED))
+    seen = len(runs)
+    fn.prepare(torch.ones(3, EMBED))
+    fn.around(lambda model, x: model(x).sum()).prepare(torch.ones(2, EMBED))
+    assert len(fn._graphs) == 2 and len(runs) == seen > 0
+
+
 class _Picky(nn.Module):
     """Expert 0 takes positive tokens, expert 1 negative ones; what each makes of the others is infinite."""
 

@@ -307,6 +307,8 @@ def refused(x64: bool) -> dict[str, str]:
         "mask": lambda: sj.compile_model(Masked(), mesh, {}, example=one),
         "unknown": lambda: sj.compile_model(Unknown(), mesh, {}, example=torch.ones(2, 4, 2, 2)),
         "devices": lambda: sj.make_mesh("dp=2,tp=2"),
+        "open devices": lambda: sj.make_mesh("dp=-1,tp=3"),
+        "more devices": lambda: sj.make_mesh("dp=16", devices=jax.devices()),
         "explicit": lambda: sj.compile_model(linear, explicit, rules),
         "pipeline": lambda: sj.compile_model(linear, sj.make_mesh("pp=8"), rules),
         "offload": lambda: sj.compile_model(linear, mesh, rules, transforms=[sl.offload("state")]),

@@ -256,16 +256,18 @@ def _a_step_is_scanned_and_lowered_as_any_function() -> None:
 
 
 @_check
-def _aux_is_stacked_and_each_microbatch_has_its_key() -> None:
+def _aux_is_stacked_and_each_microbatch_has_its_keys() -> None:
     def loss_fn(params: Any, batch: Any, rng: Any) -> Any:
-        return _square(params, batch), {"key": jax.random.key_data(rng), "x": batch["x"]}
+        return _square(params, batch), {"key": jax.random.key_data(rng["drop"]), "x": batch["x"], "none": None}
 
     mesh = sj.make_mesh("dp=2,tp=4")
     step = sj.train_step(loss_fn, optax.sgd(0.1), _KERNEL, mesh, has_aux=True, accumulate=4)
     batch = {**_batch(), "factor": 2.0}
-    _, metrics = step(step.init({"kernel": _normal(0, 4, 4)}), batch, rng=jax.random.key(0))
+    _, metrics = step(step.init({"kernel": _normal(0, 4, 4)}), batch, rng={"drop": jax.random.key(0)})
     assert len({*map(tuple, np.asarray(metrics["aux"]["key"]).tolist())}) == 4
     _close(metrics["aux"]["x"][1], batch["x"][1::4])
+    step = sj.train_step(lambda p, b: (_square(p, b), None), optax.sgd(0.1), _KERNEL, mesh, has_aux=True)
+    assert jax.eval_shape(step, step.init({"kernel": _normal(0, 4, 4)}), _batch())[1]["aux"] is None
 
 
 @_check
@@ -311,6 +313,39 @@ def _buffers_are_those_of_the_whole_batch() -> None:
     for name, value in fn.to_torch({**state.params, **state.buffers}).items():
         _close(value, wanted[name].detach())
     assert metrics["aux"] == 8
+
+
+@_check
+def _buffers_follow_the_rules_that_match_them() -> None:
+    def loss_fn(params: Any, buffers: Any, batch: Any) -> Any:
+        mean = buffers["mean"]["kernel"] / 2 + params["kernel"] / 2
+        return _square(params, batch), {**buffers, "mean": {"kernel": mean}, "seen": buffers["seen"] + 1}
+
+    def typed(params: Any, buffers: Any, batch: Any) -> Any:
+        assert _spec(buffers["mean"]["kernel"]) == jax.P(None, "tp") and _spec(buffers["cache"]) == jax.P("dp", None)
+        return loss_fn(params, buffers, jax.sharding.reshard(batch, jax.P("dp")))
+
+    rules: dict[str, Any] = {**_KERNEL, "cache": "rows@dp out", "norm": "channel@tp"}
+    params, mean = {"kernel": _normal(0, 4, 4)}, _normal(1, 4, 4)
+    norm = {"mean": jnp.zeros(4), "var": jnp.ones(4)}  # of flax, whose scale and bias are parameters
+    buffers = {"mean": {"kernel": mean}, "cache": torch.ones(4, 2), "norm": norm, "seen": jnp.zeros((), int)}
+    updated = params["kernel"] - 0.1 * jax.grad(_square)(params, _batch())["kernel"]
+    for given in (params["kernel"], params["kernel"], updated, updated):  # two microbatches in each step
+        mean = mean / 2 + given / 2
+    for loss, mesh in ((loss_fn, sj.make_mesh("dp=2,tp=4")), (typed, _explicit())):
+        options: dict[str, Any] = {"transforms": [sl.zero(1)], "has_buffers": True, "accumulate": 2}
+        step = sj.train_step(loss, optax.sgd(0.1), rules, mesh, **options)
+        state, planned = step.init(params, buffers), step.abstract(params, buffers)
+        for _ in range(2):
+            state, _ = step(state, _batch())
+        assert jax.tree.map(lambda array: array.sharding, state) == jax.tree.map(lambda shape: shape.sharding, planned)
+        specs = (state.buffers["mean"]["kernel"].sharding.spec, state.buffers["cache"].sharding.spec)
+        assert specs == (jax.P(None, "tp"), jax.P("dp", None)), specs
+        assert state.buffers["norm"]["var"].sharding.spec == jax.P("tp")
+        assert int(state.buffers["seen"]) == 4
+        _close(state.buffers["mean"]["kernel"], mean)
+    step = sj.train_step(loss_fn, optax.sgd(0.1), {**rules, "cash": None}, mesh, has_buffers=True)
+    assert 'Rule "cash": "replicate" matches nothing' in raised(lambda: step.init(params, buffers))
 
 
 @_check
@@ -409,6 +444,25 @@ def _added_axes_go_to_a_dim_that_they_divide() -> None:
     assert specs == {"table": "P(None, 'dp')", "odd": "P(None, None)", "tiny": "P()", "even": "P('dp', None)"}, specs
 
 
+@_check
+def _means_of_adafactor_have_the_layout_of_the_dims_that_they_keep() -> None:
+    """Rules of a tree and a compiled model agree, also where both dims have one size."""
+    mesh, adafactor = sj.make_mesh("dp=2,tp=4"), optax.adafactor(0.1, min_dim_size_to_factor=4)
+    for rows, columns in ((8, 16), (16, 8), (8, 8)):
+        model, rules = nn.Linear(columns, rows, bias=False), {"weight": "out@tp in"}
+        fn, params = sj.compile_model(model, mesh, rules, transforms=[sl.zero(1)])
+        by_rules = sj.train_step(lambda p, x: x, adafactor, rules, mesh, transforms=[sl.zero(1)])
+        for step in (by_rules, sj.train_step(lambda p, x: x, adafactor, fn)):
+            state = step.abstract(params).opt_state[0]
+            assert step.abstract(params).params["weight"].sharding.spec == jax.P("tp", None)
+            both = {"row": state.v_row["weight"], "col": state.v_col["weight"]}
+            # v_row keeps the smaller dim, the first of two; zero(1) adds dp to the first.
+            smaller, larger = ("row", "col") if rows <= columns else ("col", "row")
+            assert both[smaller].sharding.spec == jax.P(("tp", "dp")), both
+            assert both[larger].sharding.spec == jax.P(None), both
+            assert both[smaller].shape == (rows,) and both[larger].shape == (columns,)
+
+
 # --- axes of type Explicit --------------------------------------------------------------------------------------------
 
 
@@ -498,7 +552,16 @@ def refused() -> dict[str, str]:
         step = made(loss_fn, **options)
         return step(step.init(params), _batch() if batch is None else batch)
 
+    def with_key(params: Any, batch: Any, rng: Any) -> Any:
+        return _square(params, batch) + jax.random.normal(rng)
+
+    def keyed(loss_fn: Any, rng: Any) -> Any:
+        step = made(loss_fn)
+        return step(step.init(params), _batch(), rng=rng)
+
     model = sj.train_step(_square, sgd, fn)
+    apart = jax.device_put(jnp.ones((8, 4)), jax.devices()[3])
+    turned = jax.sharding.Mesh(np.array(jax.devices()[::-1]), ("dp",))
     calls: dict[str, Callable[[], Any]] = {
         "optimizer": lambda: made(optimizer="adam"),
         "loss_fn": lambda: made(loss_fn=3),
@@ -522,12 +585,40 @@ def refused() -> dict[str, str]:
         "integer loss": lambda: called(lambda p, b: jnp.int32(1)),
         "rows": lambda: called(_square, {"x": jnp.ones((6, 4)), "y": jnp.ones((6, 4))}, accumulate=4),
         "key": lambda: called(_square, {**_batch(), "key": jax.random.key(0)}, accumulate=2),
+        "tensors": lambda: called(_square, {**_batch(), "x": torch.ones(8, 4)}),
+        "text": lambda: called(_square, {**_batch(), "source": "a file"}),
+        "texts": lambda: called(_square, np.array(["a", "b"])),
+        "another device": lambda: called(_square, {**_batch(), "x": apart}),
+        "another order": lambda: called(_square, jax.device_put(apart, jax.NamedSharding(turned, jax.P("dp")))),
+        "deleted": lambda: called(_square, _deleted()),
+        "shapes of a batch": lambda: called(_square, jax.eval_shape(_batch)),
+        "lowered text": lambda: (lambda step: step.lower(step.init(params), "a file"))(made()),
+        "seed": lambda: keyed(with_key, 3),
+        "keys": lambda: keyed(with_key, {"drop": jax.random.split(jax.random.key(0))}),
+        "key elsewhere": lambda: keyed(with_key, jax.device_put(jax.random.key(0), jax.devices()[3])),
+        "no key": lambda: called(with_key),
+        "key for none": lambda: keyed(_square, jax.random.key(0)),
+        "aux": lambda: called(lambda p, b: (_square(p, b), {"name": "mse"}), has_aux=True, accumulate=2),
+        "state of sgd": lambda: made(optimizer=optax.adamw(0.1))(made().init(params), _batch()),
+        "state without a scale": lambda: made(loss_scale=8.0)(made().init(params), _batch()),
+        "state of other shapes": lambda: _with_moments_of(made(optimizer=optax.adam(0.1)), params, jnp.ones((4, 8))),
+        "tensors of a model": lambda: model.init({**own, "weight": torch.ones(4, 4)}),
         "buffers": lambda: made(has_buffers=True).init(params),
         "changed buffers": lambda: _with_buffers(made),
         "shapes": lambda: made().init(jax.eval_shape(lambda: params)),
         "line search": lambda: (lambda step: step(step.init(params), _batch()))(made(optimizer=optax.lbfgs())),
     }
     return {name: raised(call) for name, call in calls.items()}
+
+
+def _deleted() -> Any:
+    batch = jnp.ones(8)
+    batch.delete()
+    return batch
+
+
+def _with_moments_of(step: Any, params: Any, other: Any) -> None:
+    step(step.init(params)._replace(opt_state=step.init({"kernel": other}).opt_state), _batch())
 
 
 def _with_buffers(made: Callable[..., Any]) -> None:

@@ -7,7 +7,9 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -49,6 +51,12 @@ def test_what_is_refused_is_explained():
     apply, params = functional(nn.Linear(4, 2), "dp=1", {"**": None})
     with pytest.raises(InputError, match=r"\"weight\" that is not the model's own tensor"):
         apply({"weight": torch.ones(2, 4)}, torch.ones(3, 4))
+    with pytest.raises(InputError, match=r"given Linear; give the function that functional\("):
+        train_step(nn.Linear(4, 2), adamw(1e-3), lambda model, x: model(x).sum())  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"given the loss 'mse'; give a function loss\(model, "):
+        train_step(apply, adamw(1e-3), "mse")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"a state that is a dict; begin with step\.init"):
+        train_step(apply, adamw(1e-3), lambda model, x: model(x).sum())(params, torch.ones(3, 4))  # type: ignore[arg-type]
     with pytest.raises(InputError, match=r"for torch; give shardlib.functional.adamw"):
         train_step(apply, "adamw", lambda model, x: model(x).sum())
     with pytest.raises(PlanError, match=r"engine='tpu'.*give \"torch\" or \"jax\""):
@@ -61,3 +69,14 @@ def test_what_is_refused_is_explained():
     with pytest.raises(InputError, match=r"for JAX; give shardlib.functional.adamw"):
         train_step(functional(nn.Linear(4, 2), "dp=1", {"*": None}, engine="jax")[0], "adamw", lambda model, x: x)
     assert adamw(1e-3).of_torch(params.values()).defaults["weight_decay"] == 0.01
+
+
+@pytest.mark.parametrize("given", ["x", None, True, -1.0, float("nan"), lambda step: 0.1])
+def test_options_that_are_no_numbers_are_refused(given: Any):
+    for name in ("lr", "eps", "weight_decay"):
+        with pytest.raises(InputError, match=rf"adamw\({name}=.* was given; give a number .* optax.adamw\(schedule\)"):
+            adamw(**{"lr": 1e-3, name: given})
+    for betas in (given, (0.9, given), (0.9, 1.0)):
+        with pytest.raises(InputError, match=r"adamw\(betas=.* two numbers below 1"):
+            adamw(1e-3, betas=betas)
+    assert adamw(np.float32(1e-3), weight_decay=0).lr == np.float32(1e-3)

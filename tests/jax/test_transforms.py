@@ -12,9 +12,21 @@ def test_a_transform_makes_of_it_what_it_makes_of_the_model_by_hand(check: str):
     on_devices.run(transformed.CHECKS[check])
 
 
+@pytest.mark.deep
+@pytest.mark.parametrize("family", transformed.FAMILIES)
+def test_a_model_of_transformers_is_exported_for_any_number_of_rows(family: str):
+    """Norms of T5 are of float32 in any case."""
+    assert on_devices.run(transformed.exported_family, family) < 1e-6
+
+
 WORDS = {
     "symbolic": ("InputError", "(2*rows, 8)", "an expression", "jax.export.export(jax.jit(fn))(fn.abstract(), "),
-    "branch on rows": ("PlanError", "_Branches cannot be exported", "Export a program for each number of rows"),
+    "branch on rows": (
+        "PlanError",
+        "_Branches cannot be exported",
+        "guard 6 <= L['x'].size()[0]",
+        "Export a program for each number of rows",
+    ),
     "explicit": ("InputError", "whose axes dp, tp are Explicit", "jax.sharding.auto_axes(fn, out_sharding="),
     "explicit step": (
         "InputError",

@@ -66,8 +66,19 @@ REFUSED = {
     "texts": 'InputError: A tree was given with an array of <U1 at "name"',
     "spec": "RuleError: Rule \"w\": P(None, 'tp') is JAX's way to write a layout. Convert all of them by Rules.fr",
     "bracket": 'The name has characters that a pattern reads otherwise; write "tensor re:.*w\\[0\\]".',
+    "haiku's key": 'Names of a tree have dots where keys of haiku have slashes: write "^mlp.linear.w".',
+    "haiku's regex": "Names of a tree have dots where keys of haiku have slashes.",
+    "overlap": "PlanError: The plan asks for overlap=True, by zero(1, overlap=True); XLA overlaps communication by",
     "wrapped": 'InputError: "w" holds int64 numbers that int32 cannot hold, and jax_enable_x64 is off',
     "wrapped argument": "InputError: An argument holds int64 numbers that int32 cannot hold",
+    "wrapped batch": 'InputError: The batch at "n" holds int64 numbers that int32 cannot hold',
+    "halved batch": "InputError: The batch is float64, and JAX would silently make it float32",
+    "argument elsewhere": 'InputError: An argument is an array on cpu:3, and the mesh "dp=2,tp=4" has other devices',
+    "parameter elsewhere": 'InputError: "weight" is an array on cpu:3',
+    "shapes of a model": "InputError: A compiled model was called with shapes, and computes with values",
+    "seed of a model": "InputError: rng= was given 3; give one key of JAX, another one at each step",
+    "no argument": "PlanError: Embedding cannot be exported: missing a required argument: 'input'.",
+    "text among buffers": """InputError: A tree was given with str 'x' at "n\"""",
     "no module": "InputError: compile_model was given function; give a module of torch",
     "no parameters": "InputError: A compiled model was given ArrayImpl as its parameters or buffers",
     "tensors": "InputError: A compiled model was given dict as its parameters or buffers",
@@ -89,9 +100,17 @@ def _refused() -> dict[str, str]:
     plan, big = sj.plan(tree, mesh, rules), np.array([2**33])
     fn, params = sj.compile_model(nn.Embedding(4, 4), mesh, {"*": None})
 
+    def made(*transforms: Any) -> Any:
+        return sj.train_step(lambda p, _: p["w"].sum(), optax.sgd(0.1), rules, mesh, transforms=transforms)
+
     def step(transform: Any) -> Any:
-        step = sj.train_step(lambda p, _: p["w"].sum(), optax.sgd(0.1), rules, mesh, transforms=[transform])
-        return step.init(tree)
+        return made(transform).init(tree)
+
+    def stepped(batch: Any) -> Any:
+        return made()(made().init(tree), batch)
+
+    def elsewhere(array: Any) -> Any:
+        return jax.device_put(array, jax.devices()[3])
 
     calls = {
         "phase": lambda: sj.shardings(tree, mesh, rules, phase="states"),  # type: ignore[arg-type]
@@ -107,8 +126,21 @@ def _refused() -> dict[str, str]:
         "texts": lambda: sj.plan({**tree, "name": np.array(["a"])}, mesh, rules),
         "spec": lambda: sj.plan(tree, mesh, {"w": jax.P(None, "tp")}),
         "bracket": lambda: sj.plan({"w[0]": jnp.ones(8)}, mesh, {"w[0]": "rows@tp"}),
+        "haiku's key": lambda: sj.plan({"mlp/~/linear": {"w": jnp.ones(8)}}, mesh, {"^mlp/~/linear/w": "rows@tp"}),
+        "haiku's regex": lambda: sj.plan({"mlp/~/linear": {"w": jnp.ones(8)}}, mesh, {"re:mlp/.*": "rows@tp"}),
+        "overlap": lambda: made(sl.zero(1, overlap=True)).init(tree),
         "wrapped": lambda: sj.shard_params({"w": big}, mesh, rules),
         "wrapped argument": lambda: fn(params, big),
+        "wrapped batch": lambda: stepped({"n": big}),
+        "halved batch": lambda: stepped(np.ones(3)),
+        "argument elsewhere": lambda: fn(params, elsewhere(jnp.ones(2, int))),
+        "parameter elsewhere": lambda: fn(elsewhere(params), jnp.ones(2, int)),
+        "shapes of a model": lambda: fn(fn.abstract(), jnp.ones(2, int)),
+        "seed of a model": lambda: fn(params, jnp.ones(2, int), rng=3),
+        "no argument": lambda: fn(params),
+        "text among buffers": lambda: sj.train_step(step, optax.sgd(0.1), rules, mesh, has_buffers=True).init(
+            tree, {"n": "x"}
+        ),
         "no module": lambda: sj.compile_model(lambda x: x, mesh, {}),  # type: ignore[arg-type]
         "no parameters": lambda: fn(jnp.ones(3), jnp.ones(2, int)),  # type: ignore[arg-type]
         "tensors": lambda: fn({"weight": torch.ones(4, 4)}, jnp.ones(2, int)),

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import torch
+import transformers
 from jax.sharding import AxisType
 from torch import nn
 
@@ -20,7 +21,7 @@ import shardlib.jax as sj
 from shardlib.testing import models
 from tests.jax.refusals import raised
 
-__all__ = ["CHECKS", "refused"]
+__all__ = ["CHECKS", "FAMILIES", "exported_family", "refused"]
 
 CHECKS: dict[str, Callable[[], None]] = {}
 
@@ -198,6 +199,51 @@ def _beside_torch(model: nn.Module, x: torch.Tensor, loss: float, grads: dict[st
     assert abs(loss - float(wanted)) <= 1e-12 * abs(float(wanted))
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(grads[name], parameter.grad, rtol=1e-12, atol=1e-12)
+
+
+def _bert() -> nn.Module:
+    options: dict[str, Any] = {"hidden_size": 16, "num_attention_heads": 4, "intermediate_size": 32}
+    config = transformers.BertConfig(vocab_size=32, num_hidden_layers=1, max_position_embeddings=16, **options)
+    return transformers.BertForSequenceClassification(config)
+
+
+def _t5() -> nn.Module:
+    sizes: dict[str, Any] = {"d_model": 16, "d_kv": 4, "d_ff": 32, "num_layers": 1, "num_heads": 4}
+    return transformers.T5ForConditionalGeneration(
+        transformers.T5Config(vocab_size=32, decoder_start_token_id=0, **sizes)
+    )
+
+
+FAMILIES: dict[str, tuple[Callable[[], nn.Module], dict[str, tuple[int, ...]]]] = {
+    "BERT": (_bert, {"input_ids": (6,), "labels": ()}),
+    "T5": (_t5, {"input_ids": (6,), "labels": (4,)}),
+}
+
+
+def exported_family(name: str) -> float:
+    """How far loss and gradients of an exported program are from torch's, for several numbers of rows."""
+    torch.manual_seed(0)
+    build, shapes = FAMILIES[name]
+    model = build().double().eval()
+    fn, params = sj.compile_model(model, sj.make_mesh("dp=2,tp=4"))
+    step = jax.jit(jax.value_and_grad(lambda p, batch: fn(p, **batch, **options)["loss"]))
+    options = {"use_cache": False} if name == "T5" else {}
+    (rows,) = jax.export.symbolic_shape("rows", constraints=["mod(rows, 2) == 0"])
+    symbolic = {key: jax.ShapeDtypeStruct((rows, *shape), np.int64) for key, shape in shapes.items()}
+    exported = jax.export.export(step)({key: each for key, each in fn.abstract().items() if key in params}, symbolic)
+    far = 0.0
+    for count in (2, 6):
+        batch = {key: torch.randint(2, (count, *shape)) for key, shape in shapes.items()}
+        loss, grads = jax.jit(exported.call)(params, {key: tensor.numpy() for key, tensor in batch.items()})
+        model.zero_grad()
+        wanted = model(**batch, **options).loss
+        wanted.backward()
+        apart = [abs(float(loss) - float(wanted))]
+        for key, grad in fn.to_torch(grads).items():
+            theirs = model.get_parameter(key).grad
+            apart.append(float((grad if theirs is None else grad - theirs).abs().max()))
+        far = max(far, *apart)
+    return far
 
 
 class _Branches(nn.Module):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -148,23 +148,38 @@ def clip_grad_value_(model_or_params: Parameters, clip_value: float) -> None:
 
 def _unique(given: Parameters) -> list[torch.Tensor]:
     """Return parameters in order, each once, if tied or given twice."""
-    params = (
-        given.parameters() if isinstance(given, nn.Module) else [given] if isinstance(given, torch.Tensor) else given
-    )
+    if isinstance(given, nn.Module | torch.Tensor):
+        params: list[Any] = [given] if isinstance(given, torch.Tensor) else [*given.parameters()]
+    else:
+        params = [*given] if isinstance(given, Iterable) and not isinstance(given, str) else [given]
+    for param in params:
+        if not isinstance(param, torch.Tensor):
+            raise ShardingError(
+                f"The gradients of {type(param).__name__} {param!r} were asked for; give a model, or its parameters."
+            )
     return list({id(param): param for param in params}.values())
 
 
 def _limit(name: str, value: float) -> float:
-    if not float(value) >= 0:
+    limit = _number(value)
+    if not limit >= 0:
         raise ShardingError(f"{name}={value!r} was given; give a number that is not negative, such as 1.0.")
-    return float(value)
+    return limit
 
 
 def _checked_type(norm_type: float) -> float:
-    p = float(norm_type)
+    p = _number(norm_type)
     if not p > 0:
         raise ShardingError(f"norm_type={norm_type!r} was given; give a positive number, such as 2.0, or inf.")
     return p
+
+
+def _number(value: Any) -> float:
+    """Return a number, or nan for what is none."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return math.nan
 
 
 def _gradients(params: Iterable[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -3,11 +3,16 @@ changed."""
 
 from __future__ import annotations
 
+import functools
+import importlib
 import inspect
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
+from pathlib import Path
 from types import FrameType
 from typing import Any
 from unittest import mock
@@ -18,6 +23,8 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.overrides import TorchFunctionMode
+
+from shardlib.testing.auditing.hosts import begin_anew
 
 __all__ = ["Redirected", "libraries_redirected", "redirected"]
 
@@ -126,6 +133,8 @@ def redirected() -> Iterator[Redirected]:
     with ExitStack() as stack:
         for owner, name, make in _REPLACED:
             stack.enter_context(mock.patch.object(owner, name, make(getattr(owner, name), mode)))
+        # Without it, Accelerate does not see the other ranks of a machine that has no accelerator.
+        stack.enter_context(mock.patch.dict(os.environ, ACCELERATE_USE_CPU="true"))
         torch.set_default_dtype(torch.float64)
         stack.callback(torch.set_default_dtype, default)
         torch.compiler.set_stance("force_eager")
@@ -135,14 +144,24 @@ def redirected() -> Iterator[Redirected]:
 
 
 @contextmanager
-def libraries_redirected(mode: Redirected) -> Iterator[None]:
-    """Redirect what libraries decide by themselves, inside the block: those that are imported by now."""
+def libraries_redirected(mode: Redirected, function: Callable[..., Any]) -> Iterator[None]:
+    """Redirect what libraries decide by themselves, inside the block: those that are imported by now, and those that
+    the file of a function names."""
     with ExitStack() as stack:
         for module, owner, name, make in _OF_LIBRARIES:
-            if module in sys.modules:
-                found = getattr(sys.modules[module], owner)
+            if module in sys.modules or _names(function, module.partition(".")[0]):
+                found = getattr(importlib.import_module(module), owner)
                 stack.enter_context(mock.patch.object(found, name, make(vars(found)[name], mode)))
         yield
+
+
+def _names(function: Callable[..., Any], library: str) -> bool:
+    """Return whether the file of a function imports a library that is there."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    file = Path(getattr(getattr(function, "__code__", None), "co_filename", ""))
+    text = file.read_text(errors="replace") if file.is_file() else ""
+    return bool(re.search(rf"^\s*(import|from) {library}\b", text, re.MULTILINE)) and find_spec(library) is not None
 
 
 Original = Callable[..., Any]
@@ -231,11 +250,25 @@ def _connector_init(original: Original, mode: Redirected) -> Original:
 
 
 def _accelerator_state_init(original: Original, mode: Redirected) -> Original:
-    def __init__(self: Any, mixed_precision: Any = None, *args: Any, **kwargs: Any) -> None:
-        if mixed_precision is not None:
+    """Let Accelerate shard by FSDP2 where it is asked to.
+
+    On CPUs it wraps the model in DistributedDataParallel in place of that, without a word, and refuses a
+    `ParallelismConfig`.
+    """
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+
+    begin_anew()
+
+    def __init__(self: Any, mixed_precision: Any = None, cpu: bool = False, *args: Any, **kwargs: Any) -> None:
+        if mixed_precision not in (None, "no"):
             mode.note(f'Accelerator(mixed_precision="{mixed_precision}"): everything is computed in float64')
             mixed_precision = "no"
-        original(self, mixed_precision, *args, **kwargs)
+        asked = [name for name in ("fsdp_plugin", "parallelism_config") if kwargs.get(name) is not None]
+        if asked and not self._shared_state:
+            mode.note("Accelerate is told of accelerators, on which alone it shards by FSDP2")
+            PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU
+        original(self, mixed_precision, True, *args, **kwargs)
 
     return __init__
 

@@ -38,7 +38,7 @@ from shardlib.testing.auditing.foreign import (
     save_checkpoint,
     wants,
 )
-from shardlib.testing.auditing.hosts import Host, NotOffered, NotReached, as_libraries_need
+from shardlib.testing.auditing.hosts import Host, NotOffered, NotReached
 from shardlib.testing.auditing.redirect import libraries_redirected, redirected
 from shardlib.testing.auditing.report import AuditReport, Check
 from shardlib.testing.auditing.runs import UNCLIPPED, ByRank, HostRun, StaleOptimizer, remade
@@ -128,8 +128,7 @@ def run_on_rank(subject: Subject, packed: bytes, folder: str) -> AuditReport:
     with redirected() as mode, warnings.catch_warnings(record=True) as heard, ExitStack() as stack:
         warnings.simplefilter("always")
         functions = _carry.load(packed)
-        stack.enter_context(as_libraries_need(functions["shard"], mode.note))
-        stack.enter_context(libraries_redirected(mode))
+        stack.enter_context(libraries_redirected(mode, functions["shard"]))
         stages = _Stages(subject, functions, journal, stack)
         try:
             for check in stages.checks():

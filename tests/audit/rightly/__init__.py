@@ -68,7 +68,8 @@ def prove(case: Case, steps: int = 2, timeout: float = 120.0) -> Report:
 
 def _prove_here(case: Case, steps: int) -> Report:
     reset_accelerate()
-    register_axis("dp_shard_cp", kind="data")  # Accelerate's name for the axis of its shards
+    for name in ("dp_shard_cp", "efsdp"):  # axes of shards of Accelerate, and of experts' shards of transformers
+        register_axis(name, kind="data")
     with case.context():
         return equivalent(
             case.build, case.batch, case.mesh, shard=functools.partial(_sharded, case), loss=case.loss,

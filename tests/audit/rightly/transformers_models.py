@@ -106,6 +106,8 @@ BY_BOTH = (
     "smollm3",
 )  # fmt: skip
 
+BY_EXPERTS = ("gpt_oss", "mixtral", "olmoe", "qwen3_moe")
+
 
 def _cases() -> Iterator[Case]:
     for name in BY_PLAN:
@@ -118,6 +120,9 @@ def _cases() -> Iterator[Case]:
     for name in BY_BOTH:
         shard = functools.partial(by_config, cls=measured()[name].cls, fsdp_size=2, tp_size=2)
         yield case_of(name, "fsdp_size=2, tp_size=2", "fsdp=2,tp=2", shard)
+    for name in BY_EXPERTS:
+        shard = functools.partial(by_config, cls=measured()[name].cls, tp_size=2, ep_size=2)
+        yield case_of(name, "tp_size=2, ep_size=2", "tp=2", shard)
 
 
 CASES = tuple(_cases())

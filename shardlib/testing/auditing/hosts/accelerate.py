@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
-from unittest import mock
 
 import torch
 
 from shardlib.testing.auditing.hosts._host import Host, first_of, is_of
 
-__all__ = ["Accelerate", "as_on_accelerators"]
+__all__ = ["Accelerate", "begin_anew"]
 
 _ACCELERATOR = "accelerate.accelerator.Accelerator"
 
@@ -52,35 +50,12 @@ class Accelerate(Host):
         self.accelerator.load_state(str(folder))
 
     def forget(self) -> None:
-        _begin_anew()
+        begin_anew()
 
 
-def _begin_anew() -> None:
+def begin_anew() -> None:
+    """Reset what Accelerate keeps for the process."""
     from accelerate.state import AcceleratorState, GradientState
 
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
-
-
-@contextmanager
-def as_on_accelerators(note: Callable[[str], None]) -> Iterator[None]:
-    """Let an `Accelerator` with a plugin for FSDP, or a `ParallelismConfig`, shard on CPUs as on accelerators.
-
-    On CPUs Accelerate wraps the model in DistributedDataParallel in place of that, without a word, or refuses.
-    """
-    from accelerate import Accelerator
-    from accelerate.state import PartialState
-    from accelerate.utils import DistributedType
-
-    original = Accelerator.__init__
-
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        if kwargs.get("fsdp_plugin") is not None or kwargs.get("parallelism_config") is not None:
-            state = PartialState(cpu=True)
-            state.distributed_type = DistributedType.MULTI_GPU
-            note("Accelerate is told of accelerators, on which alone it shards by FSDP2")
-        original(self, *args, **{**kwargs, "cpu": True})
-
-    _begin_anew()
-    with mock.patch.object(Accelerator, "__init__", __init__):
-        yield
