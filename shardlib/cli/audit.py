@@ -13,6 +13,7 @@ from shardlib.cli import inputs
 from shardlib.cli.attributes import find_attribute
 from shardlib.cli.models import load_model
 from shardlib.cli.usage import UsageError
+from shardlib.errors import InputError
 
 __all__ = ["audit"]
 
@@ -20,14 +21,25 @@ __all__ = ["audit"]
 def audit(options: argparse.Namespace) -> int:
     """Audit a model on warm CPU processes: print each check as it is made, then what differs and which line decides."""
     try:
-        from shardlib.testing import audit
+        import shardlib.testing  # noqa: F401
     except ImportError as error:
         raise UsageError(f"`shardlib audit` needs {error.name}: pip install 'shardlib[testing]'.") from error
     shape = MeshShape.of(options.mesh)
     if options.dry:
         return _dry(options, shape)
+    try:
+        report = _audited(options, shape)
+    except InputError as error:
+        raise UsageError(str(error)) from error
+    print(report.to_json() if options.json else report.explained())
+    return 0 if report else 1
+
+
+def _audited(options: argparse.Namespace, shape: MeshShape) -> Any:
+    from shardlib.testing import audit
+
     build = functools.partial(load_model, options.model, "cpu")
-    report = audit(
+    return audit(
         build,
         _function(options.sharded_by, "--sharded-by", "a function (model, mesh) -> model"),
         shape,
@@ -40,8 +52,6 @@ def audit(options: argparse.Namespace) -> int:
         timeout=options.timeout,
         show=None if options.json else lambda check: print(check.line(), flush=True),
     )
-    print(report.to_json() if options.json else report.explained())
-    return 0 if report else 1
 
 
 def _dry(options: argparse.Namespace, shape: MeshShape) -> int:

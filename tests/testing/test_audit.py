@@ -218,6 +218,26 @@ def test_what_cannot_be_audited_is_refused(shard: Any, mesh: str, error: type[Ex
         _audited(shard, mesh)
 
 
+def _counted(model: nn.Module, batch: Any) -> torch.Tensor:
+    count = torch.tensor(float(len(batch)))
+    dist.all_reduce(count)
+    return model(batch).square().sum() / count
+
+
+@pytest.mark.parametrize(
+    ("batch", "loss", "said"),
+    [
+        (_batch, _counted, "communicates between ranks"),
+        (lambda step: torch.ones(4, 5), None, "fails on one device, before anything is sharded: RuntimeError"),
+        (lambda: torch.ones(4, 6), None, r"audit\(\) was given batch="),
+        (lambda step: torch.ones(3, 6), None, "3 rows"),
+    ],
+)
+def test_what_one_device_does_not_compute_is_refused(batch: Any, loss: Any, said: str):
+    with pytest.raises(InputError, match=said):
+        audit(_build, _unsharded, "dp=2", batch, loss=loss)
+
+
 # --- batches, parameters, advice ------------------------------------------------------------------------------------
 
 

@@ -24,9 +24,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.overrides import TorchFunctionMode
 
+from shardlib.engine._torch import TorchDispatchMode
 from shardlib.testing.auditing.hosts import begin_anew
 
-__all__ = ["Redirected", "libraries_redirected", "redirected"]
+__all__ = ["Collectives", "Redirected", "libraries_redirected", "redirected"]
 
 _ACCELERATOR = re.compile(r"(cuda|hip|xpu|npu|hpu|mps|gpu)(:\d+)?")
 _BACKENDS = re.compile(r"nccl|rccl|xccl|hccl|cpu:gloo,cuda:nccl")
@@ -113,6 +114,19 @@ class Redirected(TorchFunctionMode):
 
     def _note_dropout(self) -> None:
         self.note("dropout is off: ranks that draw other masks than one device are no mistake of the sharding")
+
+
+class Collectives(TorchDispatchMode):
+    """Inside the block, `names` has the collectives that were called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if op.namespace in ("c10d", "_c10d_functional"):
+            self.names.append(str(op).partition(".")[2].partition(".")[0])
+        return op(*args, **(kwargs or {}))
 
 
 def _is_torch(current: FrameType | None) -> bool:
@@ -288,6 +302,8 @@ def _cpu(_original: Original, _mode: Redirected) -> Original:
 _REPLACED: tuple[tuple[Any, str, Callable[[Original, Redirected], Original]], ...] = (
     (dist, "init_process_group", _init_process_group),
     (dist.distributed_c10d, "init_process_group", _init_process_group),
+    (dist, "destroy_process_group", _nothing),
+    (dist.distributed_c10d, "destroy_process_group", _nothing),
     (dist, "new_group", _new_group),
     (DeviceMesh, "__init__", _mesh_init),
     (MixedPrecisionPolicy, "__init__", _policy_init),

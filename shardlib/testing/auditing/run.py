@@ -117,11 +117,12 @@ def audit(
         "context": context, "accumulate": accumulate, "clip": clip, "generate": generate,
         "save": save, "load": load, "resume": resume,
     }  # fmt: skip
-    subject.check(functions)
+    with _in_our_words():
+        subject.check(functions)
     packed = _packed(functions)
     with tempfile.TemporaryDirectory(prefix="shardlib-audit-") as folder:
         try:
-            with _told(Path(folder), show):
+            with _in_our_words(), _told(Path(folder), show):
                 pool = shared_pool(shape.world_size)
                 return pool.run(run_on_rank, subject, packed, folder, timeout=timeout)[0]  # type: ignore[no-any-return]
         except ShardlibError as error:
@@ -169,6 +170,18 @@ def _interrupted(subject: Subject, folder: Path, error: BaseException) -> AuditR
     return dataclasses.replace(
         journal.report(subject), checks=(*journal.checks, failed), seconds=time.time() - journal.begun
     )
+
+
+@contextmanager
+def _in_our_words() -> Iterator[None]:
+    """Let errors of what an audit shares with `equivalent` name the audit and its arguments."""
+    try:
+        yield
+    except InputError as error:
+        told = str(error).replace("equivalent()", "audit()").replace("model=", "build=")
+        if told == str(error):
+            raise
+        raise InputError(told) from error
 
 
 def _where(error: BaseException) -> Iterator[str]:

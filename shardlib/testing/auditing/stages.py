@@ -39,7 +39,7 @@ from shardlib.testing.auditing.foreign import (
     wants,
 )
 from shardlib.testing.auditing.hosts import Host, NotOffered, NotReached
-from shardlib.testing.auditing.redirect import libraries_redirected, redirected
+from shardlib.testing.auditing.redirect import Collectives, libraries_redirected, redirected
 from shardlib.testing.auditing.report import AuditReport, Check
 from shardlib.testing.auditing.runs import UNCLIPPED, ByRank, HostRun, StaleOptimizer, remade
 from shardlib.testing.equivalence import measure, parts
@@ -162,7 +162,7 @@ class _Stages:
 
     def checks(self) -> Iterator[Check]:
         yield from self._attempt("sharding", self._shard)
-        if self.host is None:
+        if self.journal.checks:  # it raised, on some rank
             return
         yield from self._attempt("values after sharding", self._values)
         if self.journal.checks[-1].verdict in ("raised", "wrong") and not self._can_go_on():
@@ -224,6 +224,7 @@ class _Stages:
 
     def _shard(self) -> Sequence[Check]:
         self.single = single_device(self.case)
+        self._try_alone()
         self.start = _torch.copied(self.single)
         given = _torch.copied(self.single)
         folder = self.journal.folder / "checkpoint"
@@ -252,6 +253,30 @@ class _Stages:
         self.journal.advice = host.advice
         self.journal.layouts = self.sharded.layouts()
         return []
+
+    def _try_alone(self) -> None:
+        """Check that the model and the loss work on one device.
+
+        Raises:
+            InputError: they do not, or the loss communicates between ranks.
+        """
+        run = Run(self.case, _torch.copied(self.single))
+        try:
+            with torch.no_grad(), Collectives() as seen:
+                run.loss_of(self.case.batch(0))
+        except InputError:
+            raise
+        except Exception as error:
+            raise InputError(
+                f"The model fails on one device, before anything is sharded: {first_line(error)}. Give a batch that "
+                "its forward takes, with the right dtypes, and a loss= for what it returns."
+            ) from error
+        if seen.names:
+            raise InputError(
+                f"loss= communicates between ranks ({seen.names[0]}), also where the model runs on one device: it "
+                "would count what one device has once for each rank. Let shard= put that into the sharded model, and "
+                "loss= be the loss of one device."
+            )
 
     def _optimizer(self, host: Host, single: nn.Module) -> torch.optim.Optimizer | None:
         """Return the optimizer that `shard` made, for one device; None where it is the case's."""

@@ -22,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from shardlib._mesh_shape import kind_of
 from shardlib.errors import InputError
 from shardlib.testing.equivalence.train import named_tensors
 
@@ -110,6 +111,9 @@ class Host:
             yield "DistributedDataParallel"
         if any(isinstance(module, FSDPModule) for module in self.model.modules()):
             yield "fully_shard"
+            axes = {axis for p in self.model.parameters() if isinstance(p, DTensor) for axis in _axes(p)}
+            if any(kind_of(axis) == "model" for axis in axes):
+                yield "parallelize_module"
         elif any(isinstance(p, DTensor) for p in self.model.parameters()):
             yield "parallelize_module"
 
@@ -177,6 +181,10 @@ class Host:
 
     def forget(self) -> None:
         """Reset what the library keeps in the process for one training run."""
+
+
+def _axes(tensor: DTensor) -> Sequence[str]:
+    return tensor.device_mesh.mesh_dim_names or ()
 
 
 def is_of(value: Any, *names: str) -> bool:
