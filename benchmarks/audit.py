@@ -149,7 +149,7 @@ class Verdict:
 def verdict(host: str, case: Any) -> Verdict:
     """Audit a model that is sharded rightly."""
     begun = time.perf_counter()
-    context = None if case.context in (contextlib.nullcontext, _as_on_gpus()) else case.context
+    context = None if case.context is contextlib.nullcontext else case.context
     try:
         report = audit(
             case.build, case.shard, case.mesh, case.batch, loss=case.loss, split=case.split, context=context,
@@ -162,16 +162,15 @@ def verdict(host: str, case: Any) -> Verdict:
     return Verdict(host, str(case), ok, told[:200], round(time.perf_counter() - begun, 1))
 
 
-def _as_on_gpus() -> Any:
-    from tests.audit.rightly.accelerate_models import as_on_gpus
-
-    return as_on_gpus  # an audit sees to it by itself
+def known_verdicts() -> dict[tuple[str, str], Verdict]:
+    """Return the lines of the results by host and case."""
+    lines = RIGHTLY.read_text(encoding="utf-8").splitlines() if RIGHTLY.exists() else []
+    return {(each["host"], each["case"]): Verdict(**each) for each in map(json.loads, lines)}
 
 
 def rightly(hosts: Sequence[str], *, quick: bool) -> None:
     """Audit the models of some hosts, and keep a line for each."""
-    lines = RIGHTLY.read_text(encoding="utf-8").splitlines() if RIGHTLY.exists() else []
-    known = {(each["host"], each["case"]): Verdict(**each) for each in map(json.loads, lines)}
+    known = known_verdicts()
     for host in hosts:
         cases = importlib.import_module(f"tests.audit.rightly.{host}_models").CASES
         for case in cases[:: 20 if quick else 1]:
@@ -185,7 +184,7 @@ def rightly(hosts: Sequence[str], *, quick: bool) -> None:
 
 def rightly_table() -> str:
     """Return the table of docs/audit.md of models that are sharded rightly."""
-    made = [Verdict(**json.loads(line)) for line in RIGHTLY.read_text(encoding="utf-8").splitlines()]
+    made = known_verdicts().values()
     rows = ["| sharded by | models and ways | nothing reported | reported |", "|---|---|---|---|"]
     for host in HOSTS:
         of_host = [each for each in made if each.host == host]

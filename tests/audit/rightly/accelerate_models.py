@@ -2,42 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin, ParallelismConfig
-from accelerate.state import PartialState
+from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardlib.testing.census import Entry, read
 from shardlib.testing.census._models import batch
 from shardlib.testing.census._run import mean_loss
-from tests.audit.rightly import Case, reset_accelerate, transformers_models
+from tests.audit.rightly import Case, transformers_models
 from tests.audit.rightly.architectures import ARCHITECTURES
 from tests.audit.rightly.transformers_models import CENSUS, built, case_of, measured
 
-__all__ = ["CASES", "as_on_gpus"]
-
-
-@contextlib.contextmanager
-def as_on_gpus() -> Iterator[None]:
-    """Let an `Accelerator` on CPUs shard as on GPUs.
-
-    On CPUs it does not look at its FSDP plugin: `prepare` wraps the model in DistributedDataParallel, without a word.
-    It refuses a `ParallelismConfig`.
-    """
-    PartialState(cpu=True)
-    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-    try:
-        yield
-    finally:
-        reset_accelerate()
+__all__ = ["CASES"]
 
 
 def _plugin(model: nn.Module, **options: Any) -> FullyShardedDataParallelPlugin:
@@ -135,4 +117,4 @@ def _cases() -> Iterator[Case]:
         yield case_of(name, "tp_size=2", "tp=2", shard)
 
 
-CASES = tuple(case if case.how == "DDP" else dataclasses.replace(case, context=as_on_gpus) for case in _cases())
+CASES = tuple(_cases())
