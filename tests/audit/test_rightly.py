@@ -1,4 +1,4 @@
-"""Models that libraries shard rightly: an audit has nothing to say of them (`benchmarks/audit.py --rightly` has all)."""
+"""Models that libraries shard rightly: an audit has nothing to say of them. The runner has all of them."""
 
 from __future__ import annotations
 
