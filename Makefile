@@ -145,5 +145,5 @@ $(VENV)/.dev: $(VENV)/.core
 	$(HOSTS_PIP) --editable '.[testing,hf,accelerate,lightning]' pytest-xdist setuptools wheel ninja py-cpuinfo
 	$(HOSTS_PIP) --no-deps torchvision
 	DS_ACCELERATOR=cpu DS_BUILD_OPS=0 $(HOSTS_PIP) --no-build-isolation deepspeed==0.19.8
-	$(HOSTS_PIP) torchtitan==0.3.0 triton
+	$(HOSTS_PIP) triton torchtitan==0.3.0
 	touch $@

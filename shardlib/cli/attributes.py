@@ -55,5 +55,7 @@ def _imported(spec: str, name: str, folder: str, forms: str) -> ModuleType:
         raise UsageError(f'"{spec}": there is no module "{name}" and no such file. {forms}') from error
     except ShardlibError:
         raise
+    except (SyntaxError, SystemExit) as error:
+        raise UsageError(f'"{spec}": importing "{name}" failed: {type(error).__name__}: {error}.') from error
     except ValueError as error:
         raise UsageError(f'"{spec}" names nothing. {forms}') from error

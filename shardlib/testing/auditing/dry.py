@@ -130,7 +130,10 @@ def _built(build: Build, notes: list[str]) -> nn.Module:
             model = build()
     except Exception as error:
         notes.append(f"The model was built with values: on meta it raises {type(error).__name__}.")
-        model = build()
+        try:
+            model = build()
+        except (Exception, SystemExit) as again:
+            raise PlanError(f"build={_named(build)} raised {_place_of(again)}: {_reason(again)}") from again
     if not isinstance(model, nn.Module):
         raise PlanError(f"build={_named(build)} returned {_named(model)}; it has to return a torch.nn.Module.")
     if any(isinstance(each, DTensor) for each in model.parameters()):
@@ -320,11 +323,11 @@ def _explained(what: str, shape: MeshShape) -> Iterator[None]:
         yield
     except ShardlibError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise PlanError(f"{what} stopped the dry audit on {shape} {_place_of(error)}: {_reason(error)}") from error
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: BaseException) -> str:
     said = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
     if isinstance(error, _torch.fake_tensor_errors()) or "is not supported for tensor subclasses" in said:
         return (
@@ -344,7 +347,7 @@ def _lacks_a_fake(text: str) -> bool:
     return any(sign in text for sign in signs)
 
 
-def _place_of(error: Exception) -> str:
+def _place_of(error: BaseException) -> str:
     """Return the innermost line that is neither torch's nor ours."""
     frames = traceback.extract_tb(error.__traceback__)
     theirs = [frame for frame in frames if "/torch/" not in frame.filename and "/shardlib/" not in frame.filename]

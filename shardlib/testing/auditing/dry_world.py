@@ -89,6 +89,9 @@ def foreign_world(shape: MeshShape, rank: int, notes: list[str]) -> Iterator[tup
     """
     mode = _OnCpu()
     with ExitStack() as stack:
+        stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+        stack.callback(torch.set_grad_enabled, torch.is_grad_enabled())
+        stack.callback(torch.set_default_device, torch.get_default_device() if _has_default() else None)
         mesh = stack.enter_context(_torch.fake_world(dict(shape.items()), "cpu", rank))
         stack.enter_context(_torch.foreign_code("cpu"))
         stack.enter_context(mock.patch.dict(os.environ, _environment(shape, rank)))
@@ -96,6 +99,11 @@ def foreign_world(shape: MeshShape, rank: int, notes: list[str]) -> Iterator[tup
             stack.enter_context(mock.patch.object(owner, name, value))
         stack.enter_context(mode)
         yield mesh, mode
+
+
+def _has_default() -> bool:
+    """Return whether a default device was chosen."""
+    return torch.get_default_device().type != "cpu"
 
 
 def _environment(shape: MeshShape, rank: int) -> Mapping[str, str]:

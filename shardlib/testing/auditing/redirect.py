@@ -228,7 +228,8 @@ def _policy_init(original: Original, mode: Redirected) -> Original:
 
 def _autocast_init(original: Original, mode: Redirected) -> Original:
     def __init__(self: torch.autocast, device_type: str, *args: Any, **kwargs: Any) -> None:
-        mode.note("autocast: everything is computed in float64")
+        if not _is_torch(inspect.currentframe()):  # checkpointing restores the state of autocast
+            mode.note("autocast: everything is computed in float64")
         original(self, "cpu", enabled=False)
 
     return __init__
@@ -279,7 +280,7 @@ def _accelerator_state_init(original: Original, mode: Redirected) -> Original:
             mode.note(f'Accelerator(mixed_precision="{mixed_precision}"): everything is computed in float64')
             mixed_precision = "no"
         asked = [name for name in ("fsdp_plugin", "parallelism_config") if kwargs.get(name) is not None]
-        if asked and not self._shared_state:
+        if asked and not self.initialized:
             mode.note("Accelerate is told of accelerators, on which alone it shards by FSDP2")
             PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU
         original(self, mixed_precision, True, *args, **kwargs)

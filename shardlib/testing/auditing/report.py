@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from shardlib._mesh_shape import MeshShape
-from shardlib.errors import ShardlibError, printable
+from shardlib.errors import ShardlibError, nearest, printable
 from shardlib.testing.equivalence.locate import Origin
 from shardlib.testing.equivalence.report import Difference
 
@@ -117,7 +117,10 @@ class AuditReport:
         Raises:
             KeyError: there is none.
         """
-        return {check.name: check for check in self.checks}[name]
+        named = {check.name: check for check in self.checks}
+        if name not in named:
+            raise KeyError(f'There is no check "{name}".{nearest(name, named)} There are {", ".join(named)}.')
+        return named[name]
 
     def to_json(self) -> str:
         """Return the report as JSON."""
@@ -139,7 +142,10 @@ class AuditReport:
 
     def _head(self) -> str:
         by = f"{self.host}{': ' if self.used else ''}{', '.join(self.used)}"
-        verdict = "computes what one device computes" if self.ok else "does NOT compute what one device computes"
+        weighted = any(check.verdict == "weighted" and check.name != "unequal tokens" for check in self.checks)
+        same = "computes what one device computes"
+        right = f"{same} of each data rank's rows (see what is weighted)" if weighted else same
+        verdict = right if self.ok else "does NOT compute what one device computes"
         return f"The model {verdict}. Mesh {self.mesh}, sharded by {by}; {self.seconds:.1f} s"
 
     def _explanations(self) -> Iterator[str]:

@@ -87,6 +87,13 @@ class HostRun(Run):
         """Return this rank's rows of global batches."""
         return [self._part_of(batch) for batch in batches]
 
+    def _refuse_streams_of_its_own(self, before: torch.Tensor) -> None:
+        if self.rows[1] > 1 and not torch.equal(before, torch.get_rng_state()):
+            raise InputError(
+                "The model draws random numbers in its forward, and each data rank draws its own: no single device "
+                "draws the same. Leave them out; dropout is off by itself."
+            )
+
     def begin(self, step: int) -> None:
         self.host.zero_grad(self.optimizer)
 

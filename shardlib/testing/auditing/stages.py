@@ -151,6 +151,7 @@ class _Stages:
         self.case = subject.case(functions)
         self.control = dist.new_group(backend="gloo")
         self.host: Host | None = None
+        self.start = nn.Module()  # the single device's model before training, once it is there
         self.stale = ""  # why the optimizer that `shard` returned is none of the model's
         self.weighted = False  # whether one device works as data ranks do
         self.parted = False  # whether the last check found ranks that differ in what they have in common
@@ -208,6 +209,11 @@ class _Stages:
             ranks = [rank for rank, text in enumerate(said) if text]
             where = "" if len(ranks) == len(said) else f"on rank {', '.join(map(str, ranks))} alone: "
             text = f"{where}{said[ranks[0]]}"
+            if "SyncBatchNorm" in text:
+                raise InputError(
+                    "SyncBatchNorm has no kernel for CPUs. Audit the model without convert_sync_batchnorm: the report "
+                    "then says where the statistics of each rank's own rows matter."
+                )
             yield Check(name, "raised", text, advice=self._advice(name, None, text))
         else:
             yield from found
@@ -224,6 +230,8 @@ class _Stages:
 
     def _shard(self) -> Sequence[Check]:
         self.single = single_device(self.case)
+        if not any(p.requires_grad for p in self.single.parameters()):
+            raise InputError("build= made a model without a parameter that is trained: there is nothing to audit.")
         self._try_alone()
         self.start = _torch.copied(self.single)
         given = _torch.copied(self.single)
@@ -266,7 +274,7 @@ class _Stages:
                 run.loss_of(self.case.batch(0))
         except InputError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise InputError(
                 f"The model fails on one device, before anything is sharded: {first_line(error)}. Give a batch that "
                 "its forward takes, with the right dtypes, and a loss= for what it returns."
@@ -310,7 +318,13 @@ class _Stages:
         if check.verdict == "wrong" and self.parted:
             said = f"{check.said}; ranks differ between each other"
             return [dataclasses.replace(check, said=said, advice=self._advice(name, check.origin, said))]
-        return [check]
+        return [dataclasses.replace(check, said=f"{check.said}{self._turned()}")]
+
+    def _turned(self) -> str:
+        """Describe parameters that are trained in the sharded model and not on one device, or the reverse."""
+        ours = {clean(n): p.requires_grad for n, p in self.sharded.module.named_parameters()}
+        turned = [n for n, p in self.start.named_parameters() if n in ours and ours[n] != p.requires_grad]
+        return f"; requires_grad is another one of {_few(turned)}" if turned else ""
 
     def _names(self) -> str:
         """Describe tensors that sharding has lost, made anew, untied, or left without values."""
@@ -543,6 +557,8 @@ class _Stages:
             self.case, batch=lambda i: self.case.batch(5 + i), clip=_CLIP if self.clips else None
         )
         both = self._twins(case)
+        if not case.steps:
+            raise NotOffered("no steps were asked for")
         self._adopt()  # buffers that each forward has changed
         compared = 0
         for step in range(case.steps):
@@ -652,8 +668,14 @@ class _Stages:
             return [Check("generation", "right", f"{_count(alone.numel(), 'token')}{told}", alone.numel())]
         return [Check("generation", "wrong", said, alone.numel(), advice=self._advice("generation", None, said))]
 
+    def _refuse_parted(self) -> None:
+        """Raise `NotReached` where ranks hold different values: no checkpoint has those of all."""
+        if not self.weighted and (parted := self._parted_names()):
+            raise NotReached(f"ranks have parted: {_few(parted)} differ between them by now")
+
     def _save(self) -> Sequence[Check]:
         assert self.host is not None
+        self._refuse_parted()
         folder = self.journal.folder / "saved"
         folder.mkdir(exist_ok=True)
         save, load = self.functions["save"], self.functions["load"]
@@ -688,6 +710,7 @@ class _Stages:
         assert host is not None
         if self.stale:
             raise NotReached("the optimizer is none of this model's")
+        self._refuse_parted()
         shard = self.functions["shard"]
         if "folder" in wants(shard).values():
             return [self._loaded_again(shard)]
