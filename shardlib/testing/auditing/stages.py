@@ -270,7 +270,7 @@ class _Stages:
         """
         run = Run(self.case, _torch.copied(self.single))
         try:
-            with torch.no_grad(), Collectives() as seen:
+            with Collectives() as seen:
                 run.loss_of(self.case.batch(0))
         except InputError:
             raise
@@ -488,8 +488,7 @@ class _Stages:
     def _loss_alone(self, case: Case) -> torch.Tensor:
         model = _torch.copied(self.start)
         alone = ByRank(case, model, self.rank_coordinate.data) if self.weighted else Run(case, model)
-        with torch.no_grad():
-            return _by_one_device(lambda: alone.loss_of(case.batch(0)))
+        return _by_one_device(lambda: alone.loss_of(case.batch(0)).detach())
 
     # Verdicts
 
