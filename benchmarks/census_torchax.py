@@ -25,7 +25,7 @@ from _torchax import imported
 
 from shardlib.testing import census
 from shardlib.testing.census import Result, _models
-from shardlib.testing.census._run import _run, _said, _upcasting, _weighted_mean
+from shardlib.testing.census._run import _run, _said, _weighted_mean, upcasting
 
 RESULTS = Path(__file__).parent / "results"
 WITHIN = 1e-6
@@ -89,7 +89,7 @@ def around(model: Any, upcast: bool) -> Any:
             self.trained: list[bool] | None = None
 
         def forward(self, batch: Any) -> torch.Tensor:
-            with _upcasting() if upcast else contextlib.nullcontext():
+            with upcasting() if upcast else contextlib.nullcontext():
                 output = _run(model, batch)
                 loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
                 if loss is not None:

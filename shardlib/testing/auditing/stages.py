@@ -148,7 +148,8 @@ class _Stages:
     def __init__(self, subject: Subject, functions: Mapping[str, Any], journal: Journal, stack: ExitStack) -> None:
         self.stack = stack
         self.subject, self.journal, self.functions = subject, journal, functions
-        self.case = subject.case(functions)
+        case = subject.case(functions)
+        self.case = dataclasses.replace(case, batch=functools.cache(case.batch))  # the same for both runs
         self.control = dist.new_group(backend="gloo")
         self.host: Host | None = None
         self.start = nn.Module()  # the single device's model before training, once it is there

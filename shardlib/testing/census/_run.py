@@ -244,7 +244,7 @@ def _same_loss(entry: Entry, result: Result) -> bool:
     """Compare losses. Some code asks whether it is exported, and then masks or casts in another way."""
     entry = dataclasses.replace(entry, share=result.share)
     torch.manual_seed(0)
-    model = _Lossy(_models.build(entry).double(), _upcast_loss)
+    model = _Lossy(_models.build(entry).double(), upcast_loss)
     batch = cast(_models.batch(entry, result.labels, result.extra, 0), torch.float64)
     program = torch.export.export(model, (batch,), strict=False).module()
     loss, exported = model(batch), program(batch)
@@ -270,7 +270,7 @@ def _counted(entry: Entry, result: Result, mesh: str, seconds: float) -> Result:
 
 
 def _collectives(entry: Entry, result: Result, mesh: str) -> int:
-    entry, loss = dataclasses.replace(entry, share=result.share), _upcast_loss if result.upcast else mean_loss
+    entry, loss = dataclasses.replace(entry, share=result.share), upcast_loss if result.upcast else mean_loss
     model = _models.build(entry).double()
     batch = cast(_models.batch(entry, result.labels, result.extra, 0), torch.float64)
     with warnings.catch_warnings():
@@ -312,7 +312,7 @@ def _told_apart(entry: Entry, result: Result) -> bool:
         for module in model.modules():
             if is_batch_norm(module):
                 module.eval()
-        with _upcasting() if result.upcast else contextlib.nullcontext():
+        with upcasting() if result.upcast else contextlib.nullcontext():
             output = _run(model, part)
         leaves = [x.detach() for x in pytree.tree_leaves(output) if isinstance(x, torch.Tensor)]
         seen.append((leaves, [buffer for _, buffer in model.named_buffers()]))
@@ -336,7 +336,7 @@ def _on_mesh(entry: Entry, result: Result, mesh: str, seconds: float) -> Result:
             functools.partial(_models.build, entry),
             functools.partial(_models.batch, entry, result.labels, result.extra),
             mesh,
-            loss=_upcast_loss if result.upcast else mean_loss,
+            loss=upcast_loss if result.upcast else mean_loss,
             split=rows_of if result.engine == "torch" else None,
             steps=1,
             timeout=seconds,
@@ -361,14 +361,14 @@ def mean_loss(model: nn.Module, batch: Any) -> torch.Tensor:
     return _mean_of(_run(model, batch))
 
 
-def _upcast_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+def upcast_loss(model: nn.Module, batch: Any) -> torch.Tensor:
     """Return `mean_loss` of a model whose code asks for float32: it is given float64."""
-    with _upcasting():
+    with upcasting():
         return mean_loss(model, batch)
 
 
 @contextlib.contextmanager
-def _upcasting() -> Iterator[None]:
+def upcasting() -> Iterator[None]:
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -453,7 +453,7 @@ def _trained(entry: Entry) -> tuple[nn.Module, Result]:
         try:
             model = _models.build(entry).double()
             batch = _models.batch(entry, labels, extra, 0)
-            loss = (_upcast_loss if upcast else mean_loss)(model, cast(batch, torch.float64))
+            loss = (upcast_loss if upcast else mean_loss)(model, cast(batch, torch.float64))
             loss.backward()
             if found := {str(p.dtype) for p in model.parameters() if p.is_floating_point()} - {"torch.float64"}:
                 raise TypeError(f"its forward makes parameters {' and '.join(found)}, which were torch.float64")

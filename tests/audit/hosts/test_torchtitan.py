@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardlib.testing import shared_pool
-from shardlib.testing.census._run import _upcasting as upcasting
+from shardlib.testing.census._run import upcasting
 
 WIDTH, VOCAB, SEQ, ROWS = 32, 64, 16, 8
 

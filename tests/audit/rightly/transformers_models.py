@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardlib.testing.census import Entry, Result, read
 from shardlib.testing.census._inputs import rows_of
 from shardlib.testing.census._models import batch, build
-from shardlib.testing.census._run import _upcast_loss, mean_loss
+from shardlib.testing.census._run import mean_loss, upcast_loss
 from tests.audit.rightly import Case
 
 __all__ = ["CASES", "CENSUS", "built", "case_of", "entry_of", "measured"]
@@ -63,7 +63,7 @@ def case_of(name: str, how: str, mesh: str, shard: Any) -> Case:
     entry, found = entry_of(name), measured()[name]
     return Case(
         f"{entry.cls} ({name})", how, mesh, functools.partial(built, entry), shard,
-        functools.partial(batch, entry, found.labels, found.extra), _upcast_loss if found.upcast else mean_loss,
+        functools.partial(batch, entry, found.labels, found.extra), upcast_loss if found.upcast else mean_loss,
         split=rows_of,
     )  # fmt: skip
 
