@@ -123,6 +123,7 @@ def _loss(output: Any) -> Any:
 def _float64_throughout() -> Iterator[None]:
     """Models of transformers go down to float32 where they are careful (norms, angles, losses); here to float64."""
     names = {"float32": torch.float64, "float": torch.float64}
+    sj.to_jax(torch.zeros(()))  # the table of dtypes is made of torch's own
     with mock.patch.multiple(torch, **names), mock.patch.object(torch.Tensor, "float", torch.Tensor.double):
         yield
 
