@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardlib._mesh_shape import MeshShape
 from shardlib.engine import _torch
+from shardlib.testing.auditing.accelerators import answers
 
 __all__ = ["foreign_world"]
 
@@ -132,13 +133,9 @@ def _replaced(notes: list[str]) -> list[tuple[Any, str, Callable[..., Any]]]:
             one.data = other
 
     return [
+        *answers(),
         (torch.utils, "swap_tensors", swap_tensors),
         (dist, "init_process_group", nothing),
-        (dist, "destroy_process_group", nothing),
-        (torch.cuda, "set_device", nothing),
-        (torch.cuda, "synchronize", nothing),
-        (torch.cuda, "empty_cache", nothing),
-        (torch.cuda, "current_device", lambda: 0),
         (torch, "compile", eager),
         (nn.Module, "compile", compile_module),
     ]

@@ -25,6 +25,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.overrides import TorchFunctionMode
 
 from shardlib.engine._torch import TorchDispatchMode
+from shardlib.testing.auditing.accelerators import answers
 from shardlib.testing.auditing.hosts import begin_anew
 
 __all__ = ["Collectives", "Redirected", "libraries_redirected", "redirected"]
@@ -147,6 +148,8 @@ def redirected() -> Iterator[Redirected]:
     with ExitStack() as stack:
         for owner, name, make in _REPLACED:
             stack.enter_context(mock.patch.object(owner, name, make(getattr(owner, name), mode)))
+        for owner, name, answer in answers():
+            stack.enter_context(mock.patch.object(owner, name, answer))
         # Without it, Accelerate does not see the other ranks of a machine that has no accelerator.
         stack.enter_context(mock.patch.dict(os.environ, ACCELERATE_USE_CPU="true"))
         torch.set_default_dtype(torch.float64)
@@ -288,39 +291,13 @@ def _accelerator_state_init(original: Original, mode: Redirected) -> Original:
     return __init__
 
 
-def _nothing(_original: Original, _mode: Redirected) -> Original:
-    return lambda *args, **kwargs: None
-
-
-def _zero(_original: Original, _mode: Redirected) -> Original:
-    return lambda *args, **kwargs: 0
-
-
-def _cpu(_original: Original, _mode: Redirected) -> Original:
-    return lambda *args, **kwargs: torch.device("cpu")
-
-
 _REPLACED: tuple[tuple[Any, str, Callable[[Original, Redirected], Original]], ...] = (
     (dist, "init_process_group", _init_process_group),
     (dist.distributed_c10d, "init_process_group", _init_process_group),
-    (dist, "destroy_process_group", _nothing),
-    (dist.distributed_c10d, "destroy_process_group", _nothing),
     (dist, "new_group", _new_group),
     (DeviceMesh, "__init__", _mesh_init),
     (MixedPrecisionPolicy, "__init__", _policy_init),
     (torch.autocast, "__init__", _autocast_init),
-    (torch.cuda, "set_device", _nothing),
-    (torch.cuda, "synchronize", _nothing),
-    (torch.cuda, "empty_cache", _nothing),
-    (torch.cuda, "reset_peak_memory_stats", _nothing),
-    (torch.cuda, "manual_seed", _nothing),
-    (torch.cuda, "manual_seed_all", _nothing),
-    (torch.cuda, "current_device", _zero),
-    (torch.cuda, "max_memory_allocated", _zero),
-    (torch.cuda, "memory_allocated", _zero),
-    (torch.accelerator, "current_accelerator", _cpu),
-    (torch.accelerator, "set_device_index", _nothing),
-    (torch.accelerator, "synchronize", _nothing),
 )
 
 _OF_LIBRARIES: tuple[tuple[str, str, str, Callable[[Any, Redirected], Any]], ...] = (
