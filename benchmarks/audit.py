@@ -45,7 +45,7 @@ HUNG = 40.0  # seconds
 
 @dataclass(frozen=True)
 class Outcome:
-    """What an audit said of a fault.
+    """Outcome of an audit of a fault.
 
     Attributes:
         right: whether it reports nothing of the mended case; None where there is none.
@@ -139,7 +139,7 @@ def table(outcomes: list[Outcome]) -> str:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What an audit said of a model that is sharded rightly."""
+    """Verdict of an audit on a model that is sharded rightly."""
 
     host: str
     case: str
@@ -166,8 +166,7 @@ def verdict(host: str, case: Any) -> Verdict:
 
 def known_verdicts() -> dict[tuple[str, str], Verdict]:
     """Return the lines of the results by host and case."""
-    lines = RIGHTLY.read_text(encoding="utf-8").splitlines() if RIGHTLY.exists() else []
-    return {(each["host"], each["case"]): Verdict(**each) for each in map(json.loads, lines)}
+    return {(each["host"], each["case"]): Verdict(**each) for each in _lines(RIGHTLY)}
 
 
 def rightly(hosts: Sequence[str], *, quick: bool) -> None:
@@ -198,8 +197,12 @@ def rightly_table() -> str:
 
 def read() -> dict[str, Outcome]:
     """Return the lines of the results by name."""
-    lines = RESULTS.read_text(encoding="utf-8").splitlines() if RESULTS.exists() else []
-    return {each["name"]: Outcome(**each) for each in map(json.loads, lines)}
+    return {each["name"]: Outcome(**each) for each in _lines(RESULTS)}
+
+
+def _lines(file: Path) -> list[dict[str, Any]]:
+    """Return the values of a file of JSON lines; none where it is not there."""
+    return list(map(json.loads, file.read_text(encoding="utf-8").splitlines())) if file.exists() else []
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -43,7 +44,7 @@ def _audited(options: argparse.Namespace, shape: MeshShape) -> Any:
         build,
         _function(options.sharded_by, "--sharded-by", "a function (model, mesh) -> model"),
         shape,
-        _batches(options, build(), shape),
+        _batches(options, build, shape),
         loss=_function(options.loss, "--loss", "a function (model, batch) -> scalar"),
         optimizer=_function(options.optimizer, "--optimizer", "a function (parameters) -> optimizer"),
         **{name: _function(getattr(options, name), f"--{name}", form) for name, form in options.own.items()},
@@ -77,12 +78,13 @@ def _function(spec: str | None, option: str, form: str) -> Any:
     return None if spec is None else find_attribute(spec, f"{option} names {form}, as in train.py:name.")
 
 
-def _batches(options: argparse.Namespace, model: nn.Module, shape: MeshShape) -> Any:
+def _batches(options: argparse.Namespace, build: Callable[[], nn.Module], shape: MeshShape) -> Any:
     """Return the function that makes batches: the user's, or one that draws them for an example."""
     if options.batch is not None:
         if options.example:
             raise UsageError("`shardlib audit` takes --batch or --example; give one of them.")
         return _function(options.batch, "--batch", "a function (step) -> global batch")
+    model = build()
     example = inputs.read(options.example) or _labelled(model, inputs.of_model(model, shape))
     whole = inputs.of_all_ranks(example, shape.data_ranks)
     return functools.partial(inputs.drawn, whole, inputs.smallest_table(model))

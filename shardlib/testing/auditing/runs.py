@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -72,15 +72,10 @@ class HostRun(Run):
         return nullcontext()
 
     def _reducing(self, micro: int) -> AbstractContextManager[None]:
-        stack = ExitStack()
-        if self.context is not None:
-            stack.enter_context(self.context())
-        if micro < self.case.accumulate - 1:
-            stack.enter_context(self.host.accumulating())
-        return stack  # type: ignore[return-value]
+        return nullcontext() if self.context is None else self.context()
 
     def loss_of(self, batch: Any) -> torch.Tensor:
-        with nullcontext() if self.context is None else self.context():
+        with self._reducing(0):
             return super().loss_of(batch)
 
     def parts_of(self, batches: Iterable[Any]) -> list[Any]:

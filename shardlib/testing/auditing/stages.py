@@ -597,9 +597,13 @@ class _Stages:
         Raises:
             NotReached: ranks hold different ones.
         """
+        self._refuse_parted()
+        self._adopt()
+
+    def _refuse_parted(self) -> None:
+        """Raise `NotReached` where ranks hold different values."""
         if parted := self._parted_names():
             raise NotReached(f"ranks have parted: {_few(parted)} differ between them by now")
-        self._adopt()
 
     def _parted_names(self) -> list[str]:
         full = self.sharded.full_values()
@@ -668,14 +672,10 @@ class _Stages:
             return [Check("generation", "right", f"{_count(alone.numel(), 'token')}{told}", alone.numel())]
         return [Check("generation", "wrong", said, alone.numel(), advice=self._advice("generation", None, said))]
 
-    def _refuse_parted(self) -> None:
-        """Raise `NotReached` where ranks hold different values: no checkpoint has those of all."""
-        if not self.weighted and (parted := self._parted_names()):
-            raise NotReached(f"ranks have parted: {_few(parted)} differ between them by now")
-
     def _save(self) -> Sequence[Check]:
         assert self.host is not None
-        self._refuse_parted()
+        if not self.weighted:  # else a checkpoint has the statistics of one rank, which are left out below
+            self._refuse_parted()
         folder = self.journal.folder / "saved"
         folder.mkdir(exist_ok=True)
         save, load = self.functions["save"], self.functions["load"]
@@ -710,7 +710,8 @@ class _Stages:
         assert host is not None
         if self.stale:
             raise NotReached("the optimizer is none of this model's")
-        self._refuse_parted()
+        if not self.weighted:
+            self._refuse_parted()
         shard = self.functions["shard"]
         if "folder" in wants(shard).values():
             return [self._loaded_again(shard)]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardlib.testing.auditing.hosts._host import Host, NotOffered, NotReached, Tensors
+from shardlib.testing.auditing.hosts._host import Host, NotOffered, NotReached
 from shardlib.testing.auditing.hosts.accelerate import Accelerate, begin_anew
 from shardlib.testing.auditing.hosts.lightning import Lightning
 from shardlib.testing.auditing.hosts.transformers import Transformers
 
-__all__ = ["Host", "NotOffered", "NotReached", "Tensors", "begin_anew", "host_of"]
+__all__ = ["Host", "NotOffered", "NotReached", "begin_anew", "host_of"]
 
 HOSTS: tuple[type[Host], ...] = (
     Accelerate,

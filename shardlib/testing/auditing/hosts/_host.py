@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -26,9 +25,7 @@ from shardlib._mesh_shape import kind_of
 from shardlib.errors import InputError
 from shardlib.testing.equivalence.train import named_tensors
 
-__all__ = ["Host", "NotOffered", "NotReached", "Tensors", "first_of", "is_of"]
-
-Tensors = dict[str, torch.Tensor]
+__all__ = ["Host", "NotOffered", "NotReached", "first_of", "is_of"]
 
 
 class NotOffered(Exception):
@@ -96,7 +93,7 @@ class Host:
     def gradients(self) -> dict[str, torch.Tensor | None]:
         return {name: p.grad for name, p in self.tensors()[0].items()}
 
-    def state(self, optimizer: torch.optim.Optimizer) -> Tensors:
+    def state(self, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
         """Return the optimizer's tensors, by "parameter: key"."""
         return {
             f"{name}: {key}": value
@@ -111,20 +108,20 @@ class Host:
             yield "DistributedDataParallel"
         if any(isinstance(module, FSDPModule) for module in self.model.modules()):
             yield "fully_shard"
-            axes = {axis for p in self.model.parameters() if isinstance(p, DTensor) for axis in _axes(p)}
-            if any(kind_of(axis) == "model" for axis in axes):
+            if any(kind_of(axis) == "model" for axis in self.axes()):
                 yield "parallelize_module"
         elif any(isinstance(p, DTensor) for p in self.model.parameters()):
             yield "parallelize_module"
+
+    def axes(self) -> set[str]:
+        """Return the names of the mesh axes of all DTensors among the parameters."""
+        meshes = [p.device_mesh for p in self.model.parameters() if isinstance(p, DTensor)]
+        return {axis for mesh in meshes for axis in mesh.mesh_dim_names or ()}
 
     # Training
 
     def backward(self, loss: torch.Tensor) -> None:
         loss.backward()
-
-    def accumulating(self) -> AbstractContextManager[Any]:
-        """Return the block of all but the last backward pass of a step: what the host's users write for them."""
-        return nullcontext()
 
     def clip(self, optimizer: torch.optim.Optimizer, norm: float) -> torch.Tensor | None:
         """Clip all gradients to a norm; return the norm that they had, None where the library does not tell it."""
@@ -181,10 +178,6 @@ class Host:
 
     def forget(self) -> None:
         """Reset what the library keeps in the process for one training run."""
-
-
-def _axes(tensor: DTensor) -> Sequence[str]:
-    return tensor.device_mesh.mesh_dim_names or ()
 
 
 def is_of(value: Any, *names: str) -> bool:

@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from shardlib.testing.auditing.hosts._host import Host, is_of
 
@@ -28,13 +27,7 @@ class Transformers(Host):
         return any(is_of(each, "transformers.modeling_utils.PreTrainedModel") for each in made)
 
     def used(self) -> Iterator[str]:
-        axes = {
-            axis
-            for p in self.model.parameters()
-            if isinstance(p, DTensor)
-            for axis in p.device_mesh.mesh_dim_names or ()
-        }
-        if axes:
+        if axes := self.axes():
             yield f"DTensors over {', '.join(sorted(axes))}"
         else:
             yield from super().used()
