@@ -57,7 +57,7 @@ def fingerprint(tensor: torch.Tensor) -> int:
 
 def plans_agree(lines: list[str], group: dist.ProcessGroup | None) -> None:
     """Raise `PlanError` if ranks of the group have different plans. `lines` describe the plan, one tensor a line."""
-    by_rank = _gather(dict(enumerate(lines)), group)
+    by_rank = exchange_unequal(dict(enumerate(lines)), group)
     if by_rank is None:
         return
     first = _unequal(by_rank)[0]
@@ -110,7 +110,7 @@ def weights_stay_equal(tensors: Mapping[str, torch.Tensor], group: dist.ProcessG
 
 def places_agree(place: str, group: dist.ProcessGroup | None) -> None:
     """Raise `ShardingError` if ranks are at different places of a step, each told by a sentence."""
-    if (by_rank := _gather(place, group)) is not None:
+    if (by_rank := exchange_unequal(place, group)) is not None:
         raise ShardingError(
             "Ranks do different things:\n"
             + _side_by_side(by_rank, group)
@@ -130,7 +130,7 @@ def parts_agree(comparisons: Iterable[Callable[[], None]], group: dist.ProcessGr
             compare()
         except (ShardingError, InputError) as error:
             mine = mine or error
-    by_rank = _gather(None if mine is None else str(mine), group)
+    by_rank = exchange_unequal(None if mine is None else str(mine), group)
     if mine is not None:
         raise mine
     if by_rank is not None:
@@ -139,7 +139,7 @@ def parts_agree(comparisons: Iterable[Callable[[], None]], group: dist.ProcessGr
 
 def draws_agree(prints: Mapping[str, int], group: dist.ProcessGroup | None) -> None:
     """Raise `ShardingError` if ranks drew different initial values; `prints` are the checksums of the full tensors."""
-    by_rank = _gather(dict(prints), group)
+    by_rank = exchange_unequal(dict(prints), group)
     if by_rank is None:
         return
     raise ShardingError(
@@ -150,7 +150,7 @@ def draws_agree(prints: Mapping[str, int], group: dist.ProcessGroup | None) -> N
 
 def checkpoints_agree(marks: Mapping[str, int], group: dist.ProcessGroup | None) -> None:
     """Raise `CheckpointError` if ranks read different checkpoints, by the checksums of the index files."""
-    if _gather(list(marks.values()), group) is not None:
+    if exchange_unequal(list(marks.values()), group) is not None:
         raise CheckpointError(
             f"The ranks read different checkpoints from {', '.join(map(repr, marks))}: one was replaced while they "
             "read, or each host has its own there. Shard again, from the same files on all hosts."
@@ -185,7 +185,7 @@ def batch_fingerprint(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int |
 
 def warn_of_unequal_rows(rows: int | None, group: dist.ProcessGroup | None, axes: str) -> None:
     """Warn on every rank of the data axes if their batches have different numbers of examples."""
-    if (by_rank := _gather(rows, group)) is not None:
+    if (by_rank := exchange_unequal(rows, group)) is not None:
         warn(
             f'Ranks of the data axis "{axes}" were given batches of different sizes in this step:\n'
             + _side_by_side(by_rank, group)
@@ -204,7 +204,7 @@ def _differing(tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup | N
 
     If the names themselves differ, the list is empty and the names are shown.
     """
-    by_rank = _gather({name: fingerprint(tensor) for name, tensor in tensors.items()}, group)
+    by_rank = exchange_unequal({name: fingerprint(tensor) for name, tensor in tensors.items()}, group)
     if by_rank is None:
         return None
     same_names = all(prints.keys() == tensors.keys() for prints in by_rank)
@@ -231,7 +231,7 @@ def tensors_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, to
 
 
 @_torch.no_modes()
-def _gather(value: Any, group: dist.ProcessGroup | None) -> list[Any] | None:
+def exchange_unequal(value: Any, group: dist.ProcessGroup | None) -> list[Any] | None:
     """Return every rank's value, or None if all are equal, which takes one short exchange."""
     if group is None or dist.get_world_size(group) == 1:
         return None

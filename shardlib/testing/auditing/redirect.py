@@ -36,6 +36,8 @@ _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _CASTS: dict[Any, str] = {torch.Tensor.half: "float16", torch.Tensor.bfloat16: "bfloat16", torch.Tensor.float: ""}
 _MOVES = {torch.Tensor.cuda, torch.Tensor.xpu}
 _DROPS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout}
+_BY_NAME = frozenset({*_CASTS, *_MOVES, *_DROPS, torch.device, torch.Tensor.to})
+_BY_ARGUMENT = frozenset({torch.dtype, torch.device})
 
 
 class Redirected(TorchFunctionMode):
@@ -54,6 +56,12 @@ class Redirected(TorchFunctionMode):
         self.notes.setdefault(text)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in _BY_NAME:
+            if not _BY_ARGUMENT.isdisjoint(map(type, args)):
+                args = tuple(map(self._argument, args))
+            if kwargs:
+                return func(*args, **{name: self._keyword(name, value) for name, value in kwargs.items()})
+            return func(*args)
         kwargs = kwargs or {}
         if func in _CASTS:
             self._cast(_CASTS[func])
@@ -66,13 +74,8 @@ class Redirected(TorchFunctionMode):
         if func is torch.device:
             made = func(*args, **kwargs)
             return made if _is_torch(inspect.currentframe()) else self._device(made)
-        if func is torch.Tensor.to:
-            args = (args[0], *(self._device(self._argument(arg)) for arg in args[1:]))
-        else:
-            args = tuple(self._argument(arg) for arg in args)
-        if kwargs:
-            kwargs = {name: self._keyword(name, value) for name, value in kwargs.items()}
-        return func(*args, **kwargs)
+        args = (args[0], *(self._device(self._argument(arg)) for arg in args[1:]))
+        return func(*args, **{name: self._keyword(name, value) for name, value in kwargs.items()})
 
     def _keyword(self, name: str, value: Any) -> Any:
         if name == "device":

@@ -147,13 +147,13 @@ class HostRun(Run):
             for name, p in self.tensors()[0].items()
         }
 
-    def full_values(self) -> dict[str, torch.Tensor]:
-        """Return full parameters and buffers. Collective."""
-        params, buffers = self.tensors()
+    def full_values(self, buffers: bool = False) -> dict[str, torch.Tensor]:
+        """Return full parameters and buffers, or buffers alone. Collective."""
+        params, others = self.tensors()
         with torch.no_grad():
             return {
                 name: t.full_tensor().detach() if isinstance(t, DTensor) else t.detach().clone()
-                for name, t in {**params, **buffers}.items()
+                for name, t in (others if buffers else {**params, **others}).items()
             }
 
 

@@ -153,6 +153,7 @@ class _Stages:
         self.control = dist.new_group(backend="gloo")
         self.host: Host | None = None
         self.start = nn.Module()  # the single device's model before training, once it is there
+        self.held: tuple[dict[str, torch.Tensor], list[str]] | None = None
         self.stale = ""  # why the optimizer that `shard` returned is none of the model's
         self.weighted = False  # whether one device works as data ranks do
         self.parted = False  # whether the last check found ranks that differ in what they have in common
@@ -205,7 +206,8 @@ class _Stages:
             if error is not None:
                 raise RaisedAlone(f"on rank {dist.get_rank()} alone: {first_line(error)}") from error
             raise
-        said = agree.exchange(None if error is None else self._told(error), self.control)
+        mine = None if error is None else self._told(error)
+        said = agree.exchange_unequal(mine, self.control) or [mine] * dist.get_world_size()
         if any(said):
             ranks = [rank for rank, text in enumerate(said) if text]
             where = "" if len(ranks) == len(said) else f"on rank {', '.join(map(str, ranks))} alone: "
@@ -559,7 +561,8 @@ class _Stages:
         both = self._twins(case)
         if not case.steps:
             raise NotOffered("no steps were asked for")
-        self._adopt()  # buffers that each forward has changed
+        self.held = None
+        _copy(self.sharded.full_values(buffers=True), self.alone.tensors()[1])  # each forward has changed them
         compared = 0
         for step in range(case.steps):
             for run in both.runs:
@@ -598,30 +601,29 @@ class _Stages:
             NotReached: ranks hold different ones.
         """
         self._refuse_parted()
-        self._adopt()
+        params, buffers = self.alone.tensors()
+        _copy(self._held()[0], {**params, **buffers})
 
     def _refuse_parted(self) -> None:
         """Raise `NotReached` where ranks hold different values."""
-        if parted := self._parted_names():
+        if parted := self._held()[1]:
             raise NotReached(f"ranks have parted: {_few(parted)} differ between them by now")
 
-    def _parted_names(self) -> list[str]:
-        full = self.sharded.full_values()
-        marks = agree.exchange({name: agree.fingerprint(tensor) for name, tensor in full.items()})
-        return [name for name in full if len({of_rank.get(name) for of_rank in marks}) > 1]
+    def _held(self) -> tuple[dict[str, torch.Tensor], list[str]]:
+        """Return the sharded model's full values after its last step, and the names of those in which ranks differ.
+        Collective after a step."""
+        if self.held is None:
+            full = self.sharded.full_values()
+            marks = (
+                agree.exchange_unequal({name: agree.fingerprint(tensor) for name, tensor in full.items()}, self.control)
+                or []
+            )
+            self.held = full, [name for name in full if len({of_rank.get(name) for of_rank in marks}) > 1]
+        return self.held
 
     def _statistics(self) -> list[str]:
         """Return buffers that hold statistics of each rank's own rows: a checkpoint has those of one rank."""
-        return self._parted_names() if self.weighted else []
-
-    def _adopt(self) -> None:
-        """Give the single device what this rank holds."""
-        full = self.sharded.full_values()
-        params, buffers = self.alone.tensors()
-        with torch.no_grad():
-            for name, tensor in {**params, **buffers}.items():
-                if name in full and full[name].shape == tensor.shape:
-                    tensor.copy_(full[name])
+        return self._held()[1] if self.weighted else []
 
     def _evaluation(self) -> Sequence[Check]:
         self._take_over()
@@ -689,9 +691,7 @@ class _Stages:
             raise NotOffered("load= does not say how one device reads what save= has saved")
         read = self.host.read(folder, lambda: single_device(self.case)) if load is None else self._read(load, folder)
         by = self.host.saves if save is None else save.__name__
-        full = self.sharded.full_values()
-        for name in self._statistics():
-            del full[name]
+        full = {name: tensor for name, tensor in self._held()[0].items() if name not in self._statistics()}
         got = {**dict(read.named_parameters()), **dict(read.named_buffers())}
         kept = set(read.state_dict())
         return [self._same("save for one device", full, {n: t for n, t in got.items() if n in kept}, by)]
@@ -767,9 +767,11 @@ class _Stages:
 
     def _same(self, name: str, want: Mapping[str, torch.Tensor], got: Mapping[str, torch.Tensor], by: str) -> Check:
         """Compare values that nothing computes with: they must be equal on every rank."""
-        missing = [n for n in want if n not in got and n not in self._not_saved]
-        unlike = [n for n in got if n in want and n not in self._not_saved and not _equal(want[n], got[n])]
-        every = agree.exchange((missing, unlike))
+        # buffers that are not persistent, which checkpoints do not have
+        left_out = {name for name, _ in self.start.named_buffers()} - set(self.start.state_dict())
+        missing = [n for n in want if n not in got and n not in left_out]
+        unlike = [n for n in got if n in want and n not in left_out and not _equal(want[n], got[n])]
+        every = agree.exchange_unequal((missing, unlike), self.control) or [(missing, unlike)]
         missing = list(dict.fromkeys(n for each, _ in every for n in each))
         unlike = list(dict.fromkeys(n for _, each in every for n in each))
         if not missing and not unlike:
@@ -781,11 +783,6 @@ class _Stages:
         )
         return Check(name, "wrong", f"{said}, by {by}", len(want), advice=self._advice(name, None, said))
 
-    @property
-    def _not_saved(self) -> set[str]:
-        """Buffers that are not persistent, which checkpoints do not have."""
-        return {name for name, _ in self.start.named_buffers()} - set(self.start.state_dict())
-
 
 def _by_one_device(work: Callable[[], T]) -> T:
     """Run what one device has to do first; what it cannot do is not offered."""
@@ -793,6 +790,14 @@ def _by_one_device(work: Callable[[], T]) -> T:
         return work()
     except Exception as error:
         raise NotOffered(f"one device raises too: {first_line(error)}") from error
+
+
+@torch.no_grad()
+def _copy(values: Mapping[str, torch.Tensor], to: Mapping[str, torch.Tensor]) -> None:
+    """Copy values into the tensors of these names that have their shapes."""
+    for name, tensor in to.items():
+        if name in values and values[name].shape == tensor.shape:
+            tensor.copy_(values[name])
 
 
 def _largest(tensor: torch.Tensor) -> float:
