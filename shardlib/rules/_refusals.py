@@ -84,7 +84,7 @@ def unmatched(tensors: Sequence[TensorLayout]) -> RuleError:
     total = readable_bytes(sum(each.global_bytes for each in tensors))
     return RuleError(
         f"{len(left)} parameter{'s' * (len(left) > 1)} ({total}) match no rule: {summary(left)}. Give each a rule "
-        '("replicate" keeps a full copy on every rank), or pass unmatched="replicate".'
+        '("replicate" keeps a full copy on every rank), or pass Rules(..., unmatched="replicate").'
     )
 
 

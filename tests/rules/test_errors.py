@@ -90,7 +90,7 @@ def test_parameters_without_a_rule() -> None:
     assert message(lambda: rules.resolve(on_meta(Tiny), "tp=2")) == (
         '8 parameters (8.8 KiB) match no rule: "blocks.*.norm.weight" (16,) x2, "blocks.*.norm.bias" (16,) x2, '
         '"blocks.*.mlp.up.weight" (64, 16) x2, "blocks.*.mlp.up.bias" (64,) x2. Give each a rule ("replicate" keeps a '
-        'full copy on every rank), or pass unmatched="replicate".'
+        'full copy on every rank), or pass Rules(..., unmatched="replicate").'
     )
 
 

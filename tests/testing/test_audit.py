@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks import audit as runner
@@ -86,6 +88,26 @@ def test_a_report_tells_what_differs_and_which_line_decides_it():
     assert "does NOT compute what one device computes" in text and "a reduction over dp is missing" in text
     values = json.loads(report.to_json())
     assert values["ok"] is False and values["mesh"] == "dp=2"
+
+
+def _half_parallel(model: nn.Module, mesh: DeviceMesh) -> Any:
+    parallelize_module(model, mesh, {"0": ColwiseParallel(output_layouts=Replicate())})
+    return model, torch.optim.AdamW(model[0].parameters())
+
+
+def test_a_report_names_what_ranks_hold_alike_and_what_its_optimizer_leaves_out():
+    report = _audited(_half_parallel, "tp=2")
+    assert report and "Each rank of tp holds 3.weight, 3.bias, which tp could split: 56% of its parameters" in str(
+        report
+    )
+    assert report.plan is not None and str(report.plan["0.weight"].stored) == "out@tp in"
+    assert {row["name"] for row in json.loads(report.to_json())["plan"]["rows"]} == {
+        "0.weight",
+        "0.bias",
+        "3.weight",
+        "3.bias",
+    }
+    assert report["optimizer steps"].said.endswith("the optimizer leaves out 3.weight, 3.bias")
 
 
 def test_an_assertion_has_the_report():

@@ -22,7 +22,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardlib._mesh_shape import MeshLike, MeshShape
-from shardlib._plan import Plan
 from shardlib.engine import _torch
 from shardlib.engine._torch import pytree
 from shardlib.engine.feature.recording import record_collectives
@@ -32,6 +31,7 @@ from shardlib.testing.auditing.dry_grid import Grid
 from shardlib.testing.auditing.dry_report import DryFinding, DryReport, DryWork, Kept
 from shardlib.testing.auditing.dry_watch import Watch
 from shardlib.testing.auditing.dry_world import foreign_world
+from shardlib.testing.auditing.foreign import plan_of
 from shardlib.testing.equivalence.case import default_loss
 
 __all__ = ["DryFinding", "DryReport", "DryWork", "Kept", "dry_audit"]
@@ -98,7 +98,7 @@ def dry_audit(
             work, kept = _work(watch), sharded.kept()
             findings, remarks = sharded.findings(), sharded.remarks(work, kept)
             notes += _notes(sharded, value, shape, rank)
-            plan = _plan_of(inner, shape)
+            plan = plan_of(inner, shape)
     return DryReport(
         mesh=shape,
         rank=rank,
@@ -301,13 +301,6 @@ def _uneven(sharded: Sharded, shape: MeshShape) -> str:
 
     names = [each.name for each in sharded.kept() if is_uneven(each)]
     return folded(names)
-
-
-def _plan_of(model: nn.Module, shape: MeshShape) -> Plan | None:
-    try:
-        return Plan.of(model, shape)
-    except ShardlibError:  # its DTensors have meshes of other names
-        return None
 
 
 def _named(value: Any) -> str:

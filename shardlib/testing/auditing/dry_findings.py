@@ -17,11 +17,10 @@ from shardlib.engine import _torch
 from shardlib.testing.auditing.dry_grid import NOTHING, Parts
 from shardlib.testing.auditing.dry_report import DryFinding, DryWork, Kept
 from shardlib.testing.auditing.dry_watch import Watch
+from shardlib.testing.auditing.report import WORTH_A_REMARK
 
 __all__ = ["Sharded", "folded", "shapes_of", "ties_of"]
 
-# A share of a rank's bytes or operations from which repeating them is remarked upon.
-WORTH_A_REMARK = 0.01
 
 Ties = tuple[tuple[str, ...], ...]
 

@@ -13,10 +13,20 @@ from torch import nn
 
 from shardlib._mesh import mesh as make_mesh
 from shardlib._mesh_shape import MeshShape
-from shardlib.errors import InputError, nearest
+from shardlib._plan import Plan
+from shardlib.errors import InputError, ShardlibError, nearest
 from shardlib.testing.auditing.hosts import Host, host_of
 
-__all__ = ["RaisedAlone", "call_shard", "check_shard", "first_line", "modules_of", "save_checkpoint", "wants"]
+__all__ = [
+    "RaisedAlone",
+    "call_shard",
+    "check_shard",
+    "first_line",
+    "modules_of",
+    "plan_of",
+    "save_checkpoint",
+    "wants",
+]
 
 _MESHES = ("mesh", "device_mesh", "world_mesh")
 _FOLDERS = ("folder", "path", "checkpoint", "model_path", "checkpoint_path", "pretrained")
@@ -117,3 +127,11 @@ def modules_of(error: BaseException) -> list[nn.Module]:
     """Return the modules whose methods an exception came through."""
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
     return [owner for frame in frames if isinstance(owner := frame.f_locals.get("self"), nn.Module)]
+
+
+def plan_of(model: nn.Module, mesh: MeshShape) -> Plan | None:
+    """Return the plan of a sharded model; None where its DTensors have meshes of other axes."""
+    try:
+        return Plan.of(model, mesh)
+    except ShardlibError:
+        return None

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from shardlib._mesh_shape import MeshShape
+from shardlib._plan import Plan
+from shardlib._plan.fold import fold
 from shardlib.errors import ShardlibError, nearest, printable
 from shardlib.testing.equivalence.locate import Origin
 from shardlib.testing.equivalence.report import Difference
@@ -19,6 +21,7 @@ __all__ = ["Advice", "AuditError", "AuditReport", "Check", "Verdict"]
 Verdict = Literal["right", "wrong", "weighted", "raised", "not offered", "not reached"]
 _SHOWN = {"right": "right", "wrong": "WRONG", "raised": "RAISED"}
 _WIDTH = 118
+WORTH_A_REMARK = 0.01  # the share of a rank's bytes or operations
 _NAMES = len("values after sharding")
 
 
@@ -83,6 +86,7 @@ class AuditReport:
         used: its interfaces that were found in the model.
         checks: what was compared, in order.
         layouts: the layout of each parameter, as text such as "out@tp in".
+        plan: the plan that `Plan.of` reads from the sharded model; None where its DTensors have no named axes.
         changed: what was redirected for CPU ranks: devices, back ends, dtypes, dropout.
         warnings: the warnings of the sharded run, on the first rank.
         strict: whether "weighted" is a difference.
@@ -94,6 +98,7 @@ class AuditReport:
     used: tuple[str, ...]
     checks: tuple[Check, ...]
     layouts: dict[str, str] = dataclasses.field(default_factory=dict)
+    plan: Plan | None = None
     changed: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     strict: bool = False
@@ -124,7 +129,9 @@ class AuditReport:
 
     def to_json(self) -> str:
         """Return the report as JSON."""
-        values = dataclasses.asdict(self) | {"mesh": str(self.mesh), "ok": self.ok}
+        plan = None if self.plan is None else json.loads(self.plan.to_json())
+        flat = dataclasses.asdict(dataclasses.replace(self, plan=None))
+        values = flat | {"mesh": str(self.mesh), "ok": self.ok, "plan": plan}
         return json.dumps(values, indent=2, default=str)
 
     def __str__(self) -> str:
@@ -152,10 +159,29 @@ class AuditReport:
         for check in self._explained():
             yield ""
             yield from _explanation(check)
+        if held := list(self._held_alike()):
+            yield ""
+            yield from held
         if self.changed:
             yield ""
             yield from (f"Changed for ranks on CPUs: {text}." for text in self.changed)
         yield from (f"Warning: {text}" for text in self.warnings)
+
+    def _held_alike(self) -> Iterator[str]:
+        """Iterate over remarks on parameters that an axis could split, and that each of its ranks holds instead."""
+        if self.plan is None:
+            return
+        mesh, params = self.plan.mesh, [row for row in self.plan.rows if row.kind == "parameter"]
+        total = sum(row.local_bytes(mesh) for row in params)
+        for axis in mesh.model_axes:
+            divisible = [
+                row for row in params if axis not in row.stored.axes and _divides(mesh[axis], row.global_shape)
+            ]
+            large = [row for row in divisible if row.local_bytes(mesh) >= WORTH_A_REMARK * total]
+            if large:
+                names = ", ".join(group.title for group in fold(large, name=lambda row: row.name, same=lambda _: None))
+                share = sum(row.local_bytes(mesh) for row in large) / total
+                yield f"Each rank of {axis} holds {names}, which {axis} could split: {share:.0%} of its parameters."
 
     def _explained(self) -> Iterator[Check]:
         """Iterate over the checks whose difference has an origin that no earlier one has, remarks too."""
@@ -168,6 +194,10 @@ class AuditReport:
             if explained and key not in seen:
                 seen.add(key)
                 yield check
+
+
+def _divides(size: int, shape: Sequence[int]) -> bool:
+    return any(length and length % size == 0 for length in shape)
 
 
 def _explanation(check: Check) -> Iterator[str]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import logging
 import os
 import pickle
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -23,6 +24,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
 from shardlib._mesh_shape import MeshShape, taken_for_model_axes
+from shardlib._plan import Plan
 from shardlib.engine import _torch
 from shardlib.engine.ranks import agree
 from shardlib.errors import InputError
@@ -35,6 +37,7 @@ from shardlib.testing.auditing.foreign import (
     check_shard,
     first_line,
     modules_of,
+    plan_of,
     save_checkpoint,
     wants,
 )
@@ -98,6 +101,7 @@ class Journal:
     used: tuple[str, ...] = ()
     advice: tuple[str, ...] = ("torch",)
     layouts: dict[str, str] = field(default_factory=dict)
+    plan: Plan | None = None
     changed: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     begun: float = field(default_factory=time.time)
@@ -117,15 +121,15 @@ class Journal:
 
     def report(self, subject: Subject) -> AuditReport:
         return AuditReport(
-            subject.mesh, self.host, self.used, tuple(self.checks), self.layouts, self.changed, self.warnings,
-            subject.strict, time.time() - self.begun,
+            subject.mesh, self.host, self.used, tuple(self.checks), self.layouts, self.plan, self.changed,
+            self.warnings, subject.strict, time.time() - self.begun,
         )  # fmt: skip
 
 
 def run_on_rank(subject: Subject, packed: bytes, folder: str) -> AuditReport:
     """Run an audit on this rank; every rank returns the same report."""
     journal = Journal(Path(folder))
-    with redirected() as mode, warnings.catch_warnings(record=True) as heard, ExitStack() as stack:
+    with redirected() as mode, warnings.catch_warnings(record=True) as heard, _quiet(), ExitStack() as stack:
         warnings.simplefilter("always")
         functions = _carry.load(packed)
         stack.enter_context(libraries_redirected(mode, functions["shard"]))
@@ -140,6 +144,18 @@ def run_on_rank(subject: Subject, packed: bytes, folder: str) -> AuditReport:
             if stages.host is not None:
                 stages.host.forget()
     return journal.report(subject)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Leave out what torch logs of slow redistributions, on each rank."""
+    logger = logging.getLogger("torch.distributed")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 class _Stages:
@@ -262,7 +278,7 @@ class _Stages:
         }
         self.journal.host, self.journal.used = host.title, tuple(host.used())
         self.journal.advice = host.advice
-        self.journal.layouts = self.sharded.layouts()
+        self.journal.layouts, self.journal.plan = self.sharded.layouts(), plan_of(host.module, self.subject.mesh)
         return []
 
     def _try_alone(self) -> None:
@@ -590,9 +606,15 @@ class _Stages:
                     return [dataclasses.replace(check, verdict="wrong", said=f"{what}: {text}")]
                 origin = of_update(both, failed, measured, before)
                 return [dataclasses.replace(check, origin=origin, advice=self._advice("optimizer steps", origin))]
-        return [
-            Check("optimizer steps", "right", f"{_count(case.steps, 'step')}, {_count(compared, 'value')}", compared)
-        ]
+        said = f"{_count(case.steps, 'step')}, {_count(compared, 'value')}{self._left_out()}"
+        return [Check("optimizer steps", "right", said, compared)]
+
+    def _left_out(self) -> str:
+        """Describe parameters with gradients that the optimizer does not have."""
+        stepped = {id(p) for group in self.sharded.optimizer.param_groups for p in group["params"]}
+        every = self.sharded.host.tensors()[0].items()
+        names = [name for name, p in every if p.requires_grad and id(p) not in stepped]
+        return f"; the optimizer leaves out {_few(names)}" if names else ""
 
     def _take_over(self) -> None:
         """Give the single device the values of the sharded model.
