@@ -62,12 +62,12 @@ def _dry(options: argparse.Namespace, shape: MeshShape) -> int:
     given = [f"--{name}" for name in (*options.own, "batch", "optimizer") if getattr(options, name) is not None]
     if given:
         raise UsageError(f"`shardlib audit --dry` runs one step without values and takes no {', '.join(given)}.")
-    model = load_model(options.model)
+    model, example = load_model(options.model), _given(options)
     report = dry_audit(
         functools.partial(load_model, options.model),
         _function(options.sharded_by, "--sharded-by", "a function (model, mesh) -> model"),
         shape,
-        inputs.read(options.example) or inputs.of_model(model, shape),
+        inputs.of_model(model, shape) if example is None else example,
         loss=_function(options.loss, "--loss", "a function (model, batch) -> scalar"),
     )
     print(report.to_json() if options.json else report)
@@ -85,9 +85,17 @@ def _batches(options: argparse.Namespace, build: Callable[[], nn.Module], shape:
             raise UsageError("`shardlib audit` takes --batch or --example; give one of them.")
         return _function(options.batch, "--batch", "a function (step) -> global batch")
     model = build()
-    example = inputs.read(options.example) or _labelled(model, inputs.of_model(model, shape))
+    example = _given(options)
+    if example is None:
+        example = _labelled(model, inputs.of_model(model, shape))
     whole = inputs.of_all_ranks(example, shape.data_ranks)
     return functools.partial(inputs.drawn, whole, inputs.smallest_table(model))
+
+
+def _given(options: argparse.Namespace) -> Any:
+    """Return the batch that the options describe: one input is a tensor, several are a tuple, those with names a dict."""
+    example = inputs.read(options.example)
+    return example[0] if isinstance(example, tuple) and len(example) == 1 else example
 
 
 def _labelled(model: nn.Module, example: dict[str, Any]) -> dict[str, Any]:

@@ -110,6 +110,51 @@ def test_a_report_names_what_ranks_hold_alike_and_what_its_optimizer_leaves_out(
     assert report["optimizer steps"].said.endswith("the optimizer leaves out 3.weight, 3.bias")
 
 
+class _Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn, self.out = nn.Parameter(torch.randn(6, 6, dtype=torch.complex64)), nn.Linear(6, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out((x.to(self.turn.dtype) @ self.turn).abs())
+
+
+def _forgetful(model: nn.Module) -> nn.Module:
+    with torch.no_grad():
+        model.turn.imag.zero_()
+    return DistributedDataParallel(model)
+
+
+def test_imaginary_parts_are_compared():
+    assert audit(_Complex, DistributedDataParallel, "dp=2", _batch)
+    report = audit(_Complex, _forgetful, "dp=2", _batch)
+    assert "parameter turn" in report["values after sharding"].said
+    report = audit(_Complex, _unsharded, "dp=2", _batch)
+    assert "a reduction over dp is missing" in str(report) and not report.warnings
+
+
+def _frozen(model: nn.Module) -> nn.Module:
+    model[0].weight.requires_grad_(False)
+    return DistributedDataParallel(model)
+
+
+def test_a_parameter_that_is_trained_no_more_is_a_finding():
+    check = _audited(_frozen)["values after sharding"]
+    assert check.verdict == "wrong" and check.said == "1 are not trained any more (requires_grad): 0.weight"
+    assert "requires_grad_" in check.advice[0].line
+
+
+def _contrast(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    made = F.normalize(model(x), dim=-1)
+    return F.cross_entropy(made @ made.T, torch.arange(len(made)))
+
+
+def test_a_mean_of_means_stays_one_in_later_checks():
+    report = _audited(DistributedDataParallel, loss=_contrast)
+    of_means = {check.name for check in report.checks if check.verdict == "weighted"}
+    assert of_means == {"loss", "gradients", "two passes in a step"} and "all_gather" in str(report)
+
+
 def test_an_assertion_has_the_report():
     with pytest.raises(AuditError, match="a reduction over dp is missing"):
         assert_audit(_build, _unsharded, "dp=2", _batch)

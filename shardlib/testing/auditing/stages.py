@@ -337,13 +337,17 @@ class _Stages:
         if check.verdict == "wrong" and self.parted:
             said = f"{check.said}; ranks differ between each other"
             return [dataclasses.replace(check, said=said, advice=self._advice(name, check.origin, said))]
-        return [dataclasses.replace(check, said=f"{check.said}{self._turned()}")]
+        if check.verdict == "right" and (said := self._turned()):
+            return [dataclasses.replace(check, verdict="wrong", said=said, advice=self._advice(name, None, said))]
+        return [check]
 
     def _turned(self) -> str:
         """Describe parameters that are trained in the sharded model and not on one device, or the reverse."""
         ours = {clean(n): p.requires_grad for n, p in self.sharded.module.named_parameters()}
-        turned = [n for n, p in self.start.named_parameters() if n in ours and ours[n] != p.requires_grad]
-        return f"; requires_grad is another one of {_few(turned)}" if turned else ""
+        turned = {n: ours[n] for n, p in self.start.named_parameters() if n in ours and ours[n] != p.requires_grad}
+        frozen, trained = [n for n in turned if not turned[n]], [n for n in turned if turned[n]]
+        told = "not trained any more" if frozen else "trained now, and not on one device"
+        return f"{len(frozen or trained)} are {told} (requires_grad): {_few(frozen or trained)}" if turned else ""
 
     def _names(self) -> str:
         """Describe tensors that sharding has lost, made anew, untied, or left without values."""
@@ -377,7 +381,7 @@ class _Stages:
         for kind, title in (("loss", "loss"), ("output", "outputs"), ("gradient", "gradients")):
             of_kind = {key: error for key, error in measured.errors.items() if key[1] == kind}
             bad = [key for key in failed if key[1] == kind]
-            checks.append(self._check(title, measured, limit, of_kind, bad, weighted))
+            checks.append(self._check(title, measured, limit, of_kind, bad, weighted and bool(bad)))
         checks.append(_of_replicas(measured))
         self.measured, self.failed = measured, [] if weighted else failed
         if failed:
@@ -518,7 +522,10 @@ class _Stages:
         self.parted = bool(measured.replicas)
         limit = limits(case, measured)
         failed = wrong(measured, limit)
-        weighted = bool(failed) and passes and not self.weighted and self._as_data_parallel(case, failed)
+        if failed:
+            weighted = passes and not self.weighted and self._as_data_parallel(case, failed)
+        else:  # then the single device works as the data ranks do already
+            weighted = passes and self.weighted
         check = self._check(name, measured, limit, measured.errors, failed, weighted)
         if check.verdict == "right" and measured.replicas:
             what, text = next(iter(measured.replicas.items()))
@@ -538,7 +545,7 @@ class _Stages:
         failed: Sequence[Key],
         weighted: bool,
     ) -> Check:
-        if not failed:
+        if not failed and not weighted:
             return Check(name, "right", _count(len(errors), "value"), len(errors))
         bad = differences({key: errors[key] for key in failed if key in errors}, dict(limit), measured.alone)
         if weighted:
@@ -750,6 +757,7 @@ class _Stages:
         again = self.sharded
         if host.reshards:
             again = self._sharded_again(shard, folder)
+            again.begin(0)
             again.rows_of_one_device = self.sharded.rows_of_one_device
         else:
             self._spoil()
@@ -853,7 +861,7 @@ def _names_of(model: nn.Module) -> dict[str, int]:
 
 
 def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.shape == b.shape and bool(torch.equal(a.detach().double(), b.detach().double()))
+    return a.shape == b.shape and bool(torch.equal(a.detach(), b.detach().to(a.dtype)))
 
 
 def _few(names: Sequence[str]) -> str:

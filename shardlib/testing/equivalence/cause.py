@@ -81,7 +81,15 @@ def likely(evidence: Sequence[Evidence], case: Case, own: Mapping[str, torch.Ten
 
 def _piece(evidence: Evidence) -> _Piece:
     assert evidence.got is not None and evidence.want is not None
-    return _Piece(evidence.coordinate, evidence.got.double(), evidence.want.double())
+    return _Piece(evidence.coordinate, _real(evidence.got), _real(evidence.want))
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    """Convert to float64; of a complex tensor, real and imaginary parts side by side in the last dim."""
+    if not tensor.is_complex():
+        return tensor.double()
+    parts = torch.view_as_real(tensor.resolve_conj()).double()
+    return parts.flatten(-2) if tensor.ndim else parts
 
 
 def _near(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -137,7 +145,7 @@ def _missing_reduction(pieces: Pieces, mesh: MeshShape, own: Mapping[str, torch.
     if (found := _reduced(pieces, mesh)) is not None:
         return found
     for name, value in own.items():
-        v = value.double()
+        v = _real(value)
         if all(p.got.ndim and p.got.shape[-1:] == v.shape for p in pieces):
             apart = [_Piece(p.coordinate, p.got - v, p.want - v) for p in pieces]
             if (found := _reduced(apart, mesh)) is not None:
@@ -199,7 +207,7 @@ def _known_factor(ratio: float, case: Case) -> str:
 
 def _offset(pieces: Pieces, mesh: MeshShape, own: Mapping[str, torch.Tensor]) -> str | None:
     for name, value in own.items():
-        v = value.double()
+        v = _real(value)
         wrong = [p for p in pieces if p.wrong and p.got.ndim and p.got.shape[-1:] == v.shape]
         if not wrong or not v.abs().max():
             continue
@@ -300,7 +308,8 @@ def of_losses(got: Sequence[float], want: float, expected: Sequence[float], mesh
     if not own:
         return (
             "each rank's loss is right for its rows, but the mean of the losses is not the loss of all rows: the loss "
-            "is a sum or a mean over unequal token counts, or a rank has wrong rows or labels",
+            "is a sum, a mean over unequal token counts, or one that compares rows with each other; or a rank has "
+            "wrong rows or labels",
         )
     for axes in _subsets(mesh):
         n = math.prod(mesh[axis] for axis in axes)
