@@ -93,7 +93,7 @@ def _batches(options: argparse.Namespace, build: Callable[[], nn.Module], shape:
 
 
 def _given(options: argparse.Namespace) -> Any:
-    """Return the batch that the options describe: one input is a tensor, several are a tuple, those with names a dict."""
+    """Return the batch that the options describe: one input a tensor, several a tuple, those with names a dict."""
     example = inputs.read(options.example)
     return example[0] if isinstance(example, tuple) and len(example) == 1 else example
 

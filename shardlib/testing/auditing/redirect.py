@@ -294,6 +294,15 @@ def _accelerator_state_init(original: Original, mode: Redirected) -> Original:
     return __init__
 
 
+def _bar_init(original: Original, mode: Redirected) -> Original:
+    """Draw no progress bars, of each rank, between the lines of a report."""
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original.__get__(self)(*args, **{**kwargs, "disable": True})  # some libraries leave a partial method there
+
+    return __init__
+
+
 _REPLACED: tuple[tuple[Any, str, Callable[[Original, Redirected], Original]], ...] = (
     (dist, "init_process_group", _init_process_group),
     (dist.distributed_c10d, "init_process_group", _init_process_group),
@@ -304,6 +313,7 @@ _REPLACED: tuple[tuple[Any, str, Callable[[Original, Redirected], Original]], ..
 )
 
 _OF_LIBRARIES: tuple[tuple[str, str, str, Callable[[Any, Redirected], Any]], ...] = (
+    ("tqdm.std", "tqdm", "__init__", _bar_init),
     ("transformers.modeling_utils", "PreTrainedModel", "from_pretrained", _from_pretrained),
     ("lightning.fabric.connector", "_Connector", "__init__", _connector_init),
     ("accelerate.state", "AcceleratorState", "__init__", _accelerator_state_init),
