@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from typing import TYPE_CHECKING, Any
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from shardlib._plan import changes, page, pictures, saved, text
 from shardlib._plan.found import read_dtensors
 from shardlib._plan.laid_out import find_blocks, rows_of
+from shardlib._plan.moves import Moves, Names, find_moves
 from shardlib._plan.rows import Phase, Row
 from shardlib._plan.table import PlanTable
 from shardlib._plan.units import find_repeated, find_units
@@ -109,6 +110,48 @@ class Plan(PlanTable):
     def diff(self, other: Plan) -> str:
         """List the changes from this plan to `other`; an empty string if there are none."""
         return changes.diff(self, other)
+
+    def moves_to(
+        self,
+        other: Plan,
+        *,
+        names: Names | None = None,
+        padded: Iterable[str] = (),
+        phase: Phase = "stored",
+        source_ranks: Sequence[int] | None = None,
+        target_ranks: Sequence[int] | None = None,
+        node: int = 8,
+    ) -> Moves:
+        """Compute what each rank sends to each other one for the model to lie as another plan says.
+
+        Each element is sent once to each rank that needs and lacks it, by the nearest rank that holds it; the bytes are
+        the least possible. Both plans are of one model, on any two meshes.
+
+        Args:
+            other: the target plan.
+            names: the target's names for tensors of this plan that differ: a mapping (other names are kept) or a
+                function; None leaves a tensor out.
+            padded: names of tensors that are longer in one of the plans; the rows that only one has are not moved.
+            phase: the phase of both plans whose layouts are meant; "state" is that of the optimizer's state.
+            source_ranks: the ranks of this plan's mesh in the job, in the order of the mesh; by default 0, 1, ...
+            target_ranks: those of the other plan's mesh. They may be the same, some of the same, or different ones.
+            node: the number of ranks that share a node, for the choice among ranks that hold the same element.
+
+        Raises:
+            PlanError: plans of different models, or ranks that are not those of the meshes.
+
+        >>> import shardlib as sl
+        >>> from torch import nn
+        >>> rows = sl.plan(nn.Linear(4, 8, bias=False), "tp=2", {"weight": "out@tp in"})
+        >>> columns = sl.plan(nn.Linear(4, 8, bias=False), "tp=4", {"weight": "out in@tp"})
+        >>> moves = rows.moves_to(columns)
+        >>> moves.bytes, moves.kept_bytes, moves.links[0, 1]
+        (96, 32, 16)
+        """
+        return find_moves(
+            self, other, names=names, padded=padded, phase=phase, source_ranks=source_ranks, target_ranks=target_ranks,
+            node=node,
+        )  # fmt: skip
 
     def to_json(self) -> str:
         """Serialize the plan as JSON with a stable format: one row a line, keys in a fixed order, for readable diffs of

@@ -19,9 +19,9 @@ from typing import Any, BinaryIO
 import torch
 from safetensors import SafetensorError, safe_open
 
-from shardlib.checkpoint._boxes import Box
 from shardlib.checkpoint._folder import Folder
 from shardlib.errors import CheckpointError
+from shardlib.layout._boxes import Box
 
 __all__ = [
     "DTYPES",

@@ -16,10 +16,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardlib._mesh_shape import MeshShape
-from shardlib.checkpoint._boxes import Part, parts
 from shardlib.engine import _torch
 from shardlib.errors import CheckpointError, LayoutError, MeshError
 from shardlib.layout import Layout
+from shardlib.layout._boxes import Part, parts
 
 __all__ = [
     "Item",

@@ -16,7 +16,6 @@ from torch import nn
 from shardlib._mesh_shape import MeshShape
 from shardlib._progress import Progress
 from shardlib.checkpoint import _paths, _random
-from shardlib.checkpoint._boxes import Box, full_box
 from shardlib.checkpoint._items import Item, elsewhere, model_items, tied_names
 from shardlib.checkpoint._manifest import MANIFEST, Manifest, Piece, Saved
 from shardlib.checkpoint._opened import Names, Opened, found, opened
@@ -26,6 +25,7 @@ from shardlib.checkpoint._permuted import Reading, Transpose
 from shardlib.checkpoint._save import check_objects, peers_after_saving
 from shardlib.checkpoint._values import decode
 from shardlib.errors import CheckpointError, MeshError, nearest, short_traceback
+from shardlib.layout._boxes import Box, full_box
 
 __all__ = ["Loaded", "load"]
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from shardlib.checkpoint._boxes import Box, tiles
 from shardlib.checkpoint._files import DTYPES, dtype_name
 from shardlib.checkpoint._folder import LARGEST
 from shardlib.errors import CheckpointError
+from shardlib.layout._boxes import Box, tiles
 
 __all__ = ["FILE", "MANIFEST", "SECTIONS", "File", "Manifest", "NewerFormatError", "Piece", "Saved"]
 

@@ -16,7 +16,6 @@ from torch import nn
 
 from shardlib._progress import Progress
 from shardlib.checkpoint import _orbax, _paths
-from shardlib.checkpoint._boxes import Box, full_box
 from shardlib.checkpoint._files import Readers, checksum
 from shardlib.checkpoint._folder import Folder
 from shardlib.checkpoint._manifest import MANIFEST, File, Manifest, NewerFormatError, Piece, Saved
@@ -25,6 +24,7 @@ from shardlib.checkpoint._permuted import Permuted, Reading, Transpose, permutat
 from shardlib.checkpoint._save import HF_INDEX, shardlib_version
 from shardlib.engine.apply import pretrained
 from shardlib.errors import CheckpointError, nearest
+from shardlib.layout._boxes import Box, full_box
 
 __all__ = ["Names", "Opened", "Transpose", "found", "opened", "renaming"]
 

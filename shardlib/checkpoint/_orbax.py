@@ -14,9 +14,9 @@ from typing import Any, Self
 
 import torch
 
-from shardlib.checkpoint._boxes import Box
 from shardlib.checkpoint._folder import Folder
 from shardlib.errors import CheckpointError
+from shardlib.layout._boxes import Box
 
 __all__ = ["METADATA", "OrbaxReaders", "is_orbax", "located"]
 

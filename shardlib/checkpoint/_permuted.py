@@ -9,9 +9,9 @@ from typing import Protocol, Self
 
 import torch
 
-from shardlib.checkpoint._boxes import Box
 from shardlib.checkpoint._manifest import Saved
 from shardlib.errors import CheckpointError
+from shardlib.layout._boxes import Box
 from shardlib.rules.patterns import NameIndex, compile_pattern
 
 __all__ = ["Header", "Permuted", "Reading", "Transpose", "permutations", "permuted"]

@@ -25,7 +25,6 @@ from torch import nn
 from shardlib._mesh_shape import MeshShape
 from shardlib._progress import Progress
 from shardlib.checkpoint import _paths, _random
-from shardlib.checkpoint._boxes import Box, full_box
 from shardlib.checkpoint._files import Entry, bytes_of, check_name, dtype_name, sync_folder, write_bytes, write_tensors
 from shardlib.checkpoint._items import Item, elsewhere, model_items, tied_names
 from shardlib.checkpoint._manifest import MANIFEST, File, Manifest, Piece, Saved
@@ -35,6 +34,7 @@ from shardlib.checkpoint._share import Source, agreed, file_groups, packed, sour
 from shardlib.checkpoint._values import encode
 from shardlib.engine.sharded import records_of
 from shardlib.errors import CheckpointError, check_flags, nearest, short_traceback, warn
+from shardlib.layout._boxes import Box, full_box
 
 __all__ = [
     "Saving",

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 
 from shardlib._mesh_shape import MeshShape
-from shardlib.checkpoint._boxes import Box, Part, full_box, parts
 from shardlib.checkpoint._items import Item, RankMesh
 from shardlib.checkpoint._peers import Peers
 from shardlib.errors import CheckpointError
 from shardlib.layout import Layout
+from shardlib.layout._boxes import Box, Part, full_box, parts
 
 __all__ = ["Source", "agreed", "file_groups", "packed", "sources", "turns", "written_by"]
 

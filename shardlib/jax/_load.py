@@ -13,7 +13,6 @@ import torch
 from jax.sharding import SingleDeviceSharding
 
 from shardlib._progress import Progress
-from shardlib.checkpoint._boxes import Box
 from shardlib.checkpoint._manifest import Saved
 from shardlib.checkpoint._opened import Names, Opened, found, opened
 from shardlib.checkpoint._paths import given
@@ -27,6 +26,7 @@ from shardlib.jax._narrow import fitting, refuse_narrowed
 from shardlib.jax._step import TrainState
 from shardlib.jax._storage import Storage, by_pieces
 from shardlib.jax._trained import renamed, steps
+from shardlib.layout._boxes import Box
 from shardlib.rules.trees import name_of_path, named_leaves
 
 __all__ = ["load"]

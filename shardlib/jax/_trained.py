@@ -11,13 +11,13 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardlib.checkpoint._boxes import full_box
 from shardlib.checkpoint._manifest import Saved
 from shardlib.checkpoint._opened import Names, Opened, renaming
 from shardlib.checkpoint._permuted import Reading, Transpose, permutations, permuted
 from shardlib.errors import CheckpointError, InputError, nearest
 from shardlib.jax._exchange import to_torch
 from shardlib.jax._step import TrainState
+from shardlib.layout._boxes import full_box
 from shardlib.rules.trees import named_leaves
 
 __all__ = ["copy_to_torch", "renamed", "steps"]

@@ -11,10 +11,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from shardlib._mesh_shape import MeshShape
-from shardlib.checkpoint._boxes import Box, parts, tiles
 from shardlib.checkpoint._items import Item, RankMesh
 from shardlib.checkpoint._share import file_groups, packed, sources, turns, written_by
 from shardlib.layout import Layout
+from shardlib.layout._boxes import Box, parts, tiles
 from shardlib.testing import strategies
 
 _MESHES = strategies.mesh_shapes(12, model_axes=("tp", "sp"))

@@ -6,11 +6,13 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from shardlib._mesh_shape import MeshShape
-from shardlib.layout import Layout
+from shardlib.layout._layout import Layout
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["Box", "Part", "full_box", "parts", "tiles"]
 

@@ -1,0 +1,476 @@
+"""Moves of a model's weights from one plan to another: which box of which tensor each rank sends to which rank.
+
+Both layouts say which elements a rank holds. A rank needs the elements of its target shard, and lacks those of them
+that it does not hold as a source rank. Each element that it lacks is in one box of the source's grid, which one or
+several ranks hold; the nearest one sends it. So what is sent is exactly what is lacked, for any two plans of one model:
+other meshes, fused dims with other factors, uneven dims, replicated heads, experts over other axes, other stages.
+
+Nothing here talks: every rank computes the same moves from the two plans.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import json
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import TYPE_CHECKING, TypeAlias
+
+from shardlib._dtypes import name_of
+from shardlib._mesh_shape import MeshShape
+from shardlib._plan.fold import fold
+from shardlib._plan.memory import of_ranks
+from shardlib._plan.readable import aligned, human_bytes
+from shardlib._plan.rows import Phase, Row
+from shardlib._plan.table import PlanTable
+from shardlib.errors import PlanError, nearest
+from shardlib.layout import Layout
+from shardlib.layout._boxes import Box, Part, parts
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Move", "Moves", "Names", "Pair", "find_moves"]
+
+Holding: TypeAlias = dict[tuple[int, ...], dict[int, Part]]
+Names: TypeAlias = Mapping[str, str | None] | Callable[[str], str | None]
+
+_SHOWN = 16  # ranks up to which links are shown one by one
+
+
+@dataclass(frozen=True)
+class Move:
+    """A box of a tensor that lies on one rank and is needed on one: on another, or in another place of the same.
+
+    Attributes:
+        name, source_name: the tensor's name in the target plan and in the source plan.
+        source, target: global ranks.
+        box: the box in the global tensor.
+        source_local, target_local: the box in the local tensors of the two ranks.
+        dtype: the dtype that is sent, the smaller one of both sides.
+    """
+
+    name: str
+    source_name: str
+    source: int
+    target: int
+    box: Box
+    source_local: Box
+    target_local: Box
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        return self.box.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A tensor of both plans.
+
+    Attributes:
+        source, target: its rows.
+        phase: the phase whose layouts are meant.
+    """
+
+    source: Row
+    target: Row
+    phase: Phase
+
+    @property
+    def layouts(self) -> tuple[Layout, Layout]:
+        return self.source.layouts[self.phase], self.target.layouts[self.phase]
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, torch.dtype]:
+        here, there = self.layouts
+        return here.dtype or self.source.dtype, there.dtype or self.target.dtype
+
+    @property
+    def sent(self) -> torch.dtype:
+        """The smaller dtype; where both take as many bytes, the target's."""
+        here, there = self.dtypes
+        return here if here.itemsize < there.itemsize else there
+
+
+@dataclass(frozen=True, eq=False)
+class Moves:
+    """What is sent, between which ranks, for the tensors of one plan to lie as another plan says. A value; prints as a
+    table, and goes to JSON.
+
+    Attributes:
+        source, target: the plans.
+        source_ranks, target_ranks: the global ranks of the two meshes, in the order of their coordinates.
+        node: ranks that share a node: those with equal `rank // node` are near.
+        pairs: the tensors that both plans have.
+    """
+
+    source: PlanTable
+    target: PlanTable
+    source_ranks: tuple[int, ...]
+    target_ranks: tuple[int, ...]
+    node: int
+    pairs: tuple[Pair, ...]
+    _forms: dict[object, _Grid] = field(default_factory=dict, repr=False)
+
+    @functools.cached_property
+    def all(self) -> tuple[Move, ...]:
+        """All moves, in the order of the target's tensors and ranks: also those of a rank to itself."""
+        return tuple(self._iterate())
+
+    @functools.cached_property
+    def sent(self) -> tuple[Move, ...]:
+        """The moves between different ranks."""
+        return tuple(move for move in self.all if move.source != move.target)
+
+    @property
+    def bytes(self) -> int:
+        """The bytes that all ranks send."""
+        return sum(self.links.values())
+
+    @property
+    def kept_bytes(self) -> int:
+        """The bytes of target shards that their ranks hold already, as they would be sent."""
+        return sum(move.bytes for move in self.all if move.source == move.target)
+
+    @functools.cached_property
+    def links(self) -> dict[tuple[int, int], int]:
+        """The bytes from each rank to each other one."""
+        found: Counter[tuple[int, int]] = Counter()
+        for move in self.sent:
+            found[move.source, move.target] += move.bytes
+        return dict(sorted(found.items()))
+
+    @property
+    def busiest(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """The rank that sends most with its bytes, and the rank that receives most with its bytes; (-1, 0) of none."""
+        links = self.links.items()
+        return _largest((a, n) for (a, _), n in links), _largest((b, n) for (_, b), n in links)
+
+    def buckets(self, limit: int) -> Iterator[list[Move]]:
+        """Cut all moves into runs in which no rank sends or receives more than `limit` bytes. A move that is larger is
+        cut along its longest dim; a single row of it that is larger goes alone."""
+        bucket: list[Move] = []
+        load: Counter[tuple[str, int]] = Counter()
+        for move in self.all:
+            for part in _cut(move, limit):
+                ends = () if part.source == part.target else (("from", part.source), ("to", part.target))
+                if any(load[end] and load[end] + part.bytes > limit for end in ends):
+                    yield bucket
+                    bucket, load = [], Counter[tuple[str, int]]()
+                bucket.append(part)
+                for end in ends:
+                    load[end] += part.bytes
+        if bucket:
+            yield bucket
+
+    def to_json(self) -> str:
+        """Serialize as JSON: the bytes in total and by link, and for each tensor its boxes by ranks."""
+        tensors: dict[str, list[object]] = defaultdict(list)
+        for move in self.sent:
+            tensors[move.name].append(
+                {"from": move.source, "to": move.target, "offsets": move.box.offsets, "sizes": move.box.sizes}
+            )
+        data = {
+            "source": {"mesh": str(self.source.mesh), "ranks": self.source_ranks},
+            "target": {"mesh": str(self.target.mesh), "ranks": self.target_ranks},
+            "bytes": self.bytes,
+            "kept_bytes": self.kept_bytes,
+            "links": [{"from": a, "to": b, "bytes": n} for (a, b), n in self.links.items()],
+            "dtypes": {pair.target.name: name_of(pair.sent) for pair in self.pairs},
+            "tensors": tensors,
+        }
+        return json.dumps(data, indent=2) + "\n"
+
+    def picture(self) -> str:
+        """Draw the bytes of every link as a matrix: a line for each rank that sends, a column for each that receives.
+        Above 16 ranks, lines and columns are nodes."""
+        ranks = sorted({*self.source_ranks, *self.target_ranks})
+        by_node = len(ranks) > _SHOWN
+        found: Counter[tuple[int, int]] = Counter()
+        for (a, b), n in self.links.items():
+            found[(a // self.node, b // self.node) if by_node else (a, b)] += n
+        places = sorted({rank // self.node for rank in ranks}) if by_node else ranks
+        what = "node" if by_node else "rank"
+        head = [f"from \\ to {what}", *map(str, places)]
+        lines = [[str(a), *(human_bytes(found[a, b]) if found[a, b] else "." for b in places)] for a in places]
+        return aligned([head, *lines], left=1)
+
+    def __str__(self) -> str:
+        (first, sends), (second, receives) = self.busiest
+        head = (
+            f'Moves of {len(self.pairs)} tensors from "{self.source.mesh}" to "{self.target.mesh}": '
+            f"{human_bytes(self.bytes)} are sent, {human_bytes(self.kept_bytes)} stay"
+        )
+        if not self.links:
+            return head
+        busy = f"Rank {first} sends most, {human_bytes(sends)}; rank {second} receives most, {human_bytes(receives)}"
+        return "\n".join([head, busy, "", self._table(), "", self.picture()])
+
+    def _table(self) -> str:
+        sent: Counter[str] = Counter()
+        for move in self.sent:
+            sent[move.name] += move.bytes
+        folded = fold(
+            self.pairs,
+            name=lambda pair: pair.target.name,
+            same=lambda pair: (pair.source.form, pair.target.form, sent[pair.target.name]),
+        )
+        rows = [
+            [each.title, *map(str, each.first.layouts), name_of(each.first.sent), human_bytes(each.count * n)]
+            for each in folded
+            if (n := sent[each.first.target.name])
+        ]
+        return aligned([["tensor", "from", "to", "sent as", "bytes"], *rows], left=4)
+
+    # --- the moves of one tensor --------------------------------------------------------------------------------------
+
+    def _iterate(self) -> Iterator[Move]:
+        load: Counter[int] = Counter()
+        holders, needers = _places(self.source, self.source_ranks), _places(self.target, self.target_ranks)
+        for pair in self.pairs:
+            here, there = pair.layouts
+            grid = self._grid(self.source.mesh, here, pair.source.global_shape)
+            wanted = self._grid(self.target.mesh, there, pair.target.global_shape)
+            holding = grid.held_by(holders(pair.source))
+            for index, target in needers(pair.target):
+                for part in wanted.parts(index):
+                    for box, cell in grid.meet(part.box):
+                        ranks = holding[cell]
+                        source = target if target in ranks else self._nearest(ranks, target, load)
+                        move = Move(
+                            pair.target.name, pair.source.name, source, target, box,
+                            _within(box, ranks[source]), _within(box, part), pair.sent,
+                        )  # fmt: skip
+                        if source != target:
+                            load[source] += move.bytes
+                        yield move
+
+    def _grid(self, mesh: MeshShape, layout: Layout, shape: tuple[int, ...]) -> _Grid:
+        key = (mesh, layout, shape)
+        if key not in self._forms:
+            self._forms[key] = _Grid(mesh, layout, shape)
+        return self._forms[key]
+
+    def _nearest(self, ranks: Iterable[int], target: int, load: Mapping[int, int]) -> int:
+        """Return the rank of the same node that has sent least so far, else of any node."""
+        return min(ranks, key=lambda rank: (rank // self.node != target // self.node, load[rank], rank))
+
+
+def find_moves(
+    source: PlanTable,
+    target: PlanTable,
+    *,
+    names: Names | None = None,
+    padded: Iterable[str] = (),
+    phase: Phase = "stored",
+    source_ranks: Sequence[int] | None = None,
+    target_ranks: Sequence[int] | None = None,
+    node: int = 8,
+) -> Moves:
+    """Return the moves between two plans; `Plan.moves_to` documents the arguments."""
+    if node < 1:
+        raise PlanError(f"moves_to(node={node}) was given; give the number of ranks that share a node, 1 or more.")
+    ranks = (
+        _ranks("source_ranks", source_ranks, source.mesh.world_size),
+        _ranks("target_ranks", target_ranks, target.mesh.world_size),
+    )
+    pairs = tuple(_pairs(source, target, names, frozenset(padded), phase))
+    return Moves(source, target, *ranks, node, pairs)
+
+
+def _ranks(what: str, given: Sequence[int] | None, count: int) -> tuple[int, ...]:
+    ranks = tuple(range(count)) if given is None else tuple(given)
+    if len(ranks) != count or len(set(ranks)) != count or min(ranks) < 0:
+        raise PlanError(
+            f"moves_to({what}={list(ranks)}) was given for a mesh of {count} ranks; give {count} different ranks of "
+            "the job, in the order of the mesh."
+        )
+    return ranks
+
+
+def _pairs(
+    source: PlanTable, target: PlanTable, names: Names | None, padded: frozenset[str], phase: Phase
+) -> Iterator[Pair]:
+    """Iterate over the tensors of both plans, in the target's order.
+
+    Raises:
+        PlanError: a name that only one of them has, or other shapes.
+    """
+    renamed = _renamed(names)
+    have = {new: row for row in source.rows for name in row.tied if (new := renamed(name)) is not None}
+    want = [row for row in target.rows if phase in row.layouts]
+    used, missing = set[str](), list[str]()
+    for row in want:
+        found = next((have[name] for name in row.tied if name in have), None)
+        if found is None or phase not in found.layouts:
+            missing.append(row.name)
+            continue
+        used.add(found.name)
+        _check_shapes(found, row, padded)
+        yield Pair(found, row, phase)
+    unused = [
+        row.name for row in source.rows
+        if phase in row.layouts and row.name not in used and any(renamed(name) is not None for name in row.tied)
+    ]  # fmt: skip
+    if missing or unused:
+        lines = []
+        if missing:
+            lines.append(f"only the target has {_listed(missing)}.{nearest(missing[0], have)}")
+        if unused:
+            lines.append(f"only the source has {_listed(unused)}.")
+        raise PlanError(
+            f"The plans are not of one model: {' '.join(lines)} names= maps the source's names to the target's; None "
+            "leaves a tensor out."
+        )
+
+
+def _check_shapes(source: Row, target: Row, padded: frozenset[str]) -> None:
+    here, there = source.global_shape, target.global_shape
+    if here == there or (len(here) == len(there) and padded & {*source.tied, *target.tied}):
+        return
+    raise PlanError(
+        f'"{target.name}" has global shape {here} in the source plan and {there} in the target plan. Rows that only '
+        f'pad a tensor are left out with padded=["{target.name}"].'
+    )
+
+
+def _renamed(names: Names | None) -> Callable[[str], str | None]:
+    if names is None:
+        return lambda name: name
+    return names if callable(names) else lambda name: names.get(name, name)
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(f'"{name}"' for name in names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+class _Grid:
+    """The boxes into which a layout cuts a tensor, as a grid: intervals of every dim.
+
+    Attributes:
+        axes: the axes that cut it; ranks with equal coordinates on them hold the same.
+    """
+
+    def __init__(self, mesh: MeshShape, layout: Layout, shape: tuple[int, ...]) -> None:
+        self.mesh, self.layout, self.shape = mesh, layout, shape
+        self.axes = [axis for axis in mesh.names if axis in layout.axes and mesh[axis] > 1]
+        self._holding: dict[tuple[tuple[int, int], ...], Holding] = {}
+
+    def parts(self, index: int) -> list[Part]:
+        """Return what a rank of the mesh holds."""
+        coordinate = self.mesh.coordinate(index)
+        return self._parts[tuple(coordinate[axis] for axis in self.axes)]
+
+    def held_by(self, ranks: tuple[tuple[int, int], ...]) -> Holding:
+        """Return the ranks that hold each cell of the grid, by its offsets, with the cell in their local tensors.
+
+        Args:
+            ranks: the ranks that hold the tensor: on the mesh, and in the job.
+        """
+        if ranks not in self._holding:
+            found: Holding = defaultdict(dict)
+            for index, rank in ranks:
+                for part in self.parts(index):
+                    found[part.box.offsets][rank] = part
+            self._holding[ranks] = found
+        return self._holding[ranks]
+
+    @functools.cached_property
+    def _parts(self) -> dict[tuple[int, ...], list[Part]]:
+        """What each coordinate on the axes that cut the tensor holds."""
+        origin = dict.fromkeys(self.mesh.names, 0)
+        found = {}
+        for at in product(*(range(self.mesh[axis]) for axis in self.axes)):
+            coordinate = origin | dict(zip(self.axes, at, strict=True))
+            found[at] = parts(self.layout, self.shape, self.mesh, coordinate)
+        return found
+
+    @functools.cached_property
+    def _cuts(self) -> list[list[tuple[int, int]]]:
+        """The intervals of every dim, as (start, length), in order."""
+        cells = [part.box for held in self._parts.values() for part in held]
+        return [sorted({(box.offsets[dim], box.sizes[dim]) for box in cells}) for dim in range(len(self.shape))]
+
+    def meet(self, box: Box) -> Iterator[tuple[Box, tuple[int, ...]]]:
+        """Iterate over the cells that a box meets: the part that they have in common, and the offsets of the cell."""
+        runs = [
+            list(_met(cuts, start, size)) for cuts, start, size in zip(self._cuts, box.offsets, box.sizes, strict=True)
+        ]
+        for chosen in product(*runs):
+            yield Box(tuple(c[0] for c in chosen), tuple(c[1] for c in chosen)), tuple(c[2] for c in chosen)
+
+
+def _met(cuts: Sequence[tuple[int, int]], start: int, size: int) -> Iterator[tuple[int, int, int]]:
+    """Iterate over the intervals that meet [start, start + size): start, length, and the start of the whole one."""
+    first = max(0, bisect.bisect_right(cuts, (start, 1 << 62)) - 1)
+    for at, length in cuts[first:]:
+        if at >= start + size:
+            return
+        low, high = max(at, start), min(at + length, start + size)
+        if low < high:
+            yield low, high - low, at
+
+
+def _within(box: Box, part: Part) -> Box:
+    """Return the box in the local tensor of a rank that holds a part around it."""
+    offsets = tuple(
+        at + local - whole for at, local, whole in zip(box.offsets, part.local.offsets, part.box.offsets, strict=True)
+    )
+    return Box(offsets, box.sizes)
+
+
+def _places(plan: PlanTable, ranks: Sequence[int]) -> Callable[[Row], tuple[tuple[int, int], ...]]:
+    """Return a function from a row to the ranks that hold it: on the mesh, and in the job."""
+    axes = plan.mesh.pipeline_axes
+    every = tuple(enumerate(ranks))
+    if not axes:
+        return lambda _: every
+    order = list(product(*(range(plan.mesh[axis]) for axis in axes)))
+    of_stage: list[list[tuple[int, int]]] = [[] for _ in order]
+    for index, rank in every:
+        coordinate = plan.mesh.coordinate(index)
+        of_stage[order.index(tuple(coordinate[axis] for axis in axes))].append((index, rank))
+    found: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    for stage, rows in enumerate(of_ranks(plan.rows, plan.mesh, plan.blocks, plan.stages, plan.step)):
+        for row in rows:
+            found[row.name] += of_stage[stage]
+    return lambda row: tuple(found[row.name])
+
+
+def _cut(move: Move, limit: int) -> Iterator[Move]:
+    """Cut a move that is larger than `limit` bytes along the dims of its box, the first ones first."""
+    if move.bytes <= limit or not move.box.sizes:
+        yield move
+        return
+    dim = next((d for d, size in enumerate(move.box.sizes) if size > 1), None)
+    if dim is None:
+        yield move
+        return
+    size = move.box.sizes[dim]
+    step = max(1, size * limit // move.bytes)
+    for at in range(0, size, step):
+        piece = (dim, at, min(step, size - at))
+        part = replace(
+            move,
+            box=_narrowed(move.box, *piece),
+            source_local=_narrowed(move.source_local, *piece),
+            target_local=_narrowed(move.target_local, *piece),
+        )
+        yield from _cut(part, limit)
+
+
+def _narrowed(box: Box, dim: int, at: int, size: int) -> Box:
+    offsets, sizes = list(box.offsets), list(box.sizes)
+    offsets[dim], sizes[dim] = offsets[dim] + at, size
+    return Box(tuple(offsets), tuple(sizes))
+
+
+def _largest(counted: Iterable[tuple[int, int]]) -> tuple[int, int]:
+    total: Counter[int] = Counter()
+    for rank, n in counted:
+        total[rank] += n
+    return max(total.items(), key=lambda item: (item[1], -item[0]), default=(-1, 0))
