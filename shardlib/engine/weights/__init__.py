@@ -1,0 +1,1 @@
+"""Weights on the move between plans, in memory."""
