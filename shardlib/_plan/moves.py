@@ -33,9 +33,10 @@ from shardlib.layout._boxes import Box, Part, parts
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Move", "Moves", "Names", "Pair", "find_moves"]
+__all__ = ["Laid", "Move", "Moves", "Names", "Pair", "find_moves"]
 
 Holding: TypeAlias = dict[tuple[int, ...], dict[int, Part]]
+Places: TypeAlias = Callable[[Row], tuple[tuple[int, int], ...]]
 Names: TypeAlias = Mapping[str, str | None] | Callable[[str], str | None]
 
 _SHOWN = 16  # ranks up to which links are shown one by one
@@ -68,53 +69,51 @@ class Move:
 
 
 @dataclass(frozen=True)
-class Pair:
-    """A tensor of both plans.
+class Laid:
+    """A tensor as it lies on ranks of a job.
 
     Attributes:
-        source, target: its rows.
-        phase: the phase whose layouts are meant.
+        name: its name.
+        shape, dtype: its global shape, and the dtype that it is stored in.
+        layout, mesh: the layout, on a mesh.
+        ranks: the ranks that hold it: on the mesh, and in the job. Of a pipeline, those of its stages.
     """
 
-    source: Row
-    target: Row
-    phase: Phase
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    layout: Layout
+    mesh: MeshShape
+    ranks: tuple[tuple[int, int], ...]
 
-    @property
-    def layouts(self) -> tuple[Layout, Layout]:
-        return self.source.layouts[self.phase], self.target.layouts[self.phase]
 
-    @property
-    def dtypes(self) -> tuple[torch.dtype, torch.dtype]:
-        here, there = self.layouts
-        return here.dtype or self.source.dtype, there.dtype or self.target.dtype
+@dataclass(frozen=True)
+class Pair:
+    """A tensor as it lies before and after its moves."""
+
+    source: Laid
+    target: Laid
 
     @property
     def sent(self) -> torch.dtype:
         """The smaller dtype; where both take as many bytes, the target's."""
-        here, there = self.dtypes
+        here, there = self.source.dtype, self.target.dtype
         return here if here.itemsize < there.itemsize else there
 
 
 @dataclass(frozen=True, eq=False)
 class Moves:
-    """What is sent, between which ranks, for the tensors of one plan to lie as another plan says. A value; prints as a
-    table, and goes to JSON.
+    """What is sent, between which ranks, for tensors to lie in another way. A value; prints as a table, and goes to
+    JSON. `Plan.moves_to` makes it.
 
     Attributes:
-        source, target: the plans.
-        source_ranks, target_ranks: the global ranks of the two meshes, in the order of their coordinates.
+        pairs: the tensors.
         node: ranks that share a node: those with equal `rank // node` are near.
-        pairs: the tensors that both plans have.
     """
 
-    source: PlanTable
-    target: PlanTable
-    source_ranks: tuple[int, ...]
-    target_ranks: tuple[int, ...]
-    node: int
     pairs: tuple[Pair, ...]
-    _forms: dict[object, _Grid] = field(default_factory=dict, repr=False)
+    node: int = 8
+    _grids: dict[object, _Grid] = field(default_factory=dict, repr=False)
 
     @functools.cached_property
     def all(self) -> tuple[Move, ...]:
@@ -175,8 +174,8 @@ class Moves:
                 {"from": move.source, "to": move.target, "offsets": move.box.offsets, "sizes": move.box.sizes}
             )
         data = {
-            "source": {"mesh": str(self.source.mesh), "ranks": self.source_ranks},
-            "target": {"mesh": str(self.target.mesh), "ranks": self.target_ranks},
+            "source": _meshes(pair.source for pair in self.pairs),
+            "target": _meshes(pair.target for pair in self.pairs),
             "bytes": self.bytes,
             "kept_bytes": self.kept_bytes,
             "links": [{"from": a, "to": b, "bytes": n} for (a, b), n in self.links.items()],
@@ -188,7 +187,7 @@ class Moves:
     def picture(self) -> str:
         """Draw the bytes of every link as a matrix: a line for each rank that sends, a column for each that receives.
         Above 16 ranks, lines and columns are nodes."""
-        ranks = sorted({*self.source_ranks, *self.target_ranks})
+        ranks = sorted({rank for pair in self.pairs for laid in (pair.source, pair.target) for _, rank in laid.ranks})
         by_node = len(ranks) > _SHOWN
         found: Counter[tuple[int, int]] = Counter()
         for (a, b), n in self.links.items():
@@ -201,8 +200,9 @@ class Moves:
 
     def __str__(self) -> str:
         (first, sends), (second, receives) = self.busiest
+        here, there = _meshes(pair.source for pair in self.pairs), _meshes(pair.target for pair in self.pairs)
         head = (
-            f'Moves of {len(self.pairs)} tensors from "{self.source.mesh}" to "{self.target.mesh}": '
+            f"Moves of {len(self.pairs)} tensors from {_listed(here)} to {_listed(there)}: "
             f"{human_bytes(self.bytes)} are sent, {human_bytes(self.kept_bytes)} stay"
         )
         if not self.links:
@@ -217,12 +217,12 @@ class Moves:
         folded = fold(
             self.pairs,
             name=lambda pair: pair.target.name,
-            same=lambda pair: (pair.source.form, pair.target.form, sent[pair.target.name]),
+            same=lambda pair: (pair.source.layout, pair.target.layout, pair.sent, sent[pair.target.name]),
         )
         rows = [
-            [each.title, *map(str, each.first.layouts), name_of(each.first.sent), human_bytes(each.count * n)]
+            [each.title, str(one.source.layout), str(one.target.layout), name_of(one.sent), human_bytes(each.count * n)]
             for each in folded
-            if (n := sent[each.first.target.name])
+            if (n := sent[(one := each.first).target.name])
         ]
         return aligned([["tensor", "from", "to", "sent as", "bytes"], *rows], left=4)
 
@@ -230,13 +230,10 @@ class Moves:
 
     def _iterate(self) -> Iterator[Move]:
         load: Counter[int] = Counter()
-        holders, needers = _places(self.source, self.source_ranks), _places(self.target, self.target_ranks)
         for pair in self.pairs:
-            here, there = pair.layouts
-            grid = self._grid(self.source.mesh, here, pair.source.global_shape)
-            wanted = self._grid(self.target.mesh, there, pair.target.global_shape)
-            holding = grid.held_by(holders(pair.source))
-            for index, target in needers(pair.target):
+            grid, wanted = self._grid(pair.source), self._grid(pair.target)
+            holding = grid.held_by(pair.source.ranks)
+            for index, target in pair.target.ranks:
                 for part in wanted.parts(index):
                     for box, cell in grid.meet(part.box):
                         ranks = holding[cell]
@@ -249,11 +246,11 @@ class Moves:
                             load[source] += move.bytes
                         yield move
 
-    def _grid(self, mesh: MeshShape, layout: Layout, shape: tuple[int, ...]) -> _Grid:
-        key = (mesh, layout, shape)
-        if key not in self._forms:
-            self._forms[key] = _Grid(mesh, layout, shape)
-        return self._forms[key]
+    def _grid(self, laid: Laid) -> _Grid:
+        key = (laid.mesh, laid.layout, laid.shape)
+        if key not in self._grids:
+            self._grids[key] = _Grid(*key)
+        return self._grids[key]
 
     def _nearest(self, ranks: Iterable[int], target: int, load: Mapping[int, int]) -> int:
         """Return the rank of the same node that has sent least so far, else of any node."""
@@ -274,12 +271,15 @@ def find_moves(
     """Return the moves between two plans; `Plan.moves_to` documents the arguments."""
     if node < 1:
         raise PlanError(f"moves_to(node={node}) was given; give the number of ranks that share a node, 1 or more.")
-    ranks = (
-        _ranks("source_ranks", source_ranks, source.mesh.world_size),
-        _ranks("target_ranks", target_ranks, target.mesh.world_size),
-    )
-    pairs = tuple(_pairs(source, target, names, frozenset(padded), phase))
-    return Moves(source, target, *ranks, node, pairs)
+    here = _places(source, _ranks("source_ranks", source_ranks, source.mesh.world_size))
+    there = _places(target, _ranks("target_ranks", target_ranks, target.mesh.world_size))
+    rows = _pairs(source, target, names, frozenset(padded), phase)
+    return Moves(tuple(Pair(_laid(a, source, phase, here), _laid(b, target, phase, there)) for a, b in rows), node)
+
+
+def _laid(row: Row, plan: PlanTable, phase: Phase, places: Places) -> Laid:
+    layout = row.layouts[phase]
+    return Laid(row.name, row.global_shape, layout.dtype or row.dtype, layout, plan.mesh, places(row))
 
 
 def _ranks(what: str, given: Sequence[int] | None, count: int) -> tuple[int, ...]:
@@ -294,8 +294,8 @@ def _ranks(what: str, given: Sequence[int] | None, count: int) -> tuple[int, ...
 
 def _pairs(
     source: PlanTable, target: PlanTable, names: Names | None, padded: frozenset[str], phase: Phase
-) -> Iterator[Pair]:
-    """Iterate over the tensors of both plans, in the target's order.
+) -> Iterator[tuple[Row, Row]]:
+    """Iterate over the rows of the tensors of both plans, in the target's order.
 
     Raises:
         PlanError: a name that only one of them has, or other shapes.
@@ -311,7 +311,7 @@ def _pairs(
             continue
         used.add(found.name)
         _check_shapes(found, row, padded)
-        yield Pair(found, row, phase)
+        yield found, row
     unused = [
         row.name for row in source.rows
         if phase in row.layouts and row.name not in used and any(renamed(name) is not None for name in row.tied)
@@ -423,7 +423,7 @@ def _within(box: Box, part: Part) -> Box:
     return Box(offsets, box.sizes)
 
 
-def _places(plan: PlanTable, ranks: Sequence[int]) -> Callable[[Row], tuple[tuple[int, int], ...]]:
+def _places(plan: PlanTable, ranks: Sequence[int]) -> Places:
     """Return a function from a row to the ranks that hold it: on the mesh, and in the job."""
     axes = plan.mesh.pipeline_axes
     every = tuple(enumerate(ranks))
@@ -439,6 +439,10 @@ def _places(plan: PlanTable, ranks: Sequence[int]) -> Callable[[Row], tuple[tupl
         for row in rows:
             found[row.name] += of_stage[stage]
     return lambda row: tuple(found[row.name])
+
+
+def _meshes(tensors: Iterable[Laid]) -> list[str]:
+    return list(dict.fromkeys(str(laid.mesh) for laid in tensors))
 
 
 def _cut(move: Move, limit: int) -> Iterator[Move]:

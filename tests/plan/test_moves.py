@@ -16,7 +16,7 @@ from torch import nn
 import shardlib as sl
 from shardlib._mesh_shape import MeshShape
 from shardlib._plan import Plan
-from shardlib._plan.moves import Move, Moves
+from shardlib._plan.moves import Laid, Move, Moves
 from shardlib._plan.rows import Row
 from shardlib.errors import PlanError
 from shardlib.layout import Layout
@@ -29,11 +29,19 @@ def _row(layout: Layout, shape: tuple[int, ...], dtype: torch.dtype, name: str =
 
 @dataclass(frozen=True)
 class Drawn:
+    source: Plan
+    target: Plan
     moves: Moves
     full: torch.Tensor
 
-    def layouts(self) -> tuple[Layout, Layout]:
-        return self.moves.source["weight"].stored, self.moves.target["weight"].stored
+    def source_shards(self) -> dict[int, torch.Tensor]:
+        return _shards(self.moves.pairs[0].source, self.full)
+
+    def target_shards(self) -> dict[int, torch.Tensor]:
+        return _shards(self.moves.pairs[0].target, self.full)
+
+    def held(self) -> dict[int, set[float]]:
+        return {rank: set(shard.flatten().tolist()) for rank, shard in self.source_shards().items()}
 
 
 @st.composite
@@ -53,12 +61,11 @@ def _drawn(draw: st.DrawFn) -> Drawn:
         target_ranks=draw(st.permutations(range(12)))[: target.world_size],
         node=draw(st.integers(1, 12)),
     )
-    return Drawn(moves, torch.arange(torch.Size(shape).numel(), dtype=torch.float64).reshape(shape))
+    return Drawn(*plans, moves, torch.arange(torch.Size(shape).numel(), dtype=torch.float64).reshape(shape))
 
 
-def _shards(plan: Any, ranks: Sequence[int], full: torch.Tensor) -> dict[int, torch.Tensor]:
-    layout, mesh = plan["weight"].stored, plan.mesh
-    return {rank: layout.take(full, mesh, mesh.coordinate(index)).clone() for index, rank in enumerate(ranks)}
+def _shards(laid: Laid, full: torch.Tensor) -> dict[int, torch.Tensor]:
+    return {rank: laid.layout.take(full, laid.mesh, laid.mesh.coordinate(index)).clone() for index, rank in laid.ranks}
 
 
 def _applied(moves: Sequence[Move], source: dict[int, torch.Tensor], target: dict[int, torch.Tensor]) -> None:
@@ -68,8 +75,8 @@ def _applied(moves: Sequence[Move], source: dict[int, torch.Tensor], target: dic
 
 @given(_drawn())
 def test_moves_of_shards_give_the_shards_of_the_target(drawn: Drawn):
-    source = _shards(drawn.moves.source, drawn.moves.source_ranks, drawn.full)
-    want = _shards(drawn.moves.target, drawn.moves.target_ranks, drawn.full)
+    source = drawn.source_shards()
+    want = drawn.target_shards()
     got = {rank: torch.full_like(shard, -1) for rank, shard in want.items()}
     _applied(drawn.moves.all, source, got)
     assert all(torch.equal(got[rank], want[rank]) for rank in want)
@@ -77,13 +84,10 @@ def test_moves_of_shards_give_the_shards_of_the_target(drawn: Drawn):
 
 @given(_drawn())
 def test_what_is_sent_is_what_the_target_lacks(drawn: Drawn):
-    held = {
-        r: set(s.flatten().tolist())
-        for r, s in _shards(drawn.moves.source, drawn.moves.source_ranks, drawn.full).items()
-    }
-    needed = _shards(drawn.moves.target, drawn.moves.target_ranks, drawn.full)
+    held = drawn.held()
+    needed = drawn.target_shards()
     lacks = sum(len(set(shard.flatten().tolist()) - held.get(rank, set())) for rank, shard in needed.items())
-    smaller = min(drawn.moves.source["weight"].dtype.itemsize, drawn.moves.target["weight"].dtype.itemsize)
+    smaller = min(drawn.source["weight"].dtype.itemsize, drawn.target["weight"].dtype.itemsize)
     assert drawn.moves.bytes == lacks * smaller
     assert drawn.moves.bytes + drawn.moves.kept_bytes == sum(shard.numel() for shard in needed.values()) * smaller
 
@@ -91,9 +95,9 @@ def test_what_is_sent_is_what_the_target_lacks(drawn: Drawn):
 @given(_drawn(), st.integers(1, 64))
 def test_buckets_have_all_of_it_and_their_bound(drawn: Drawn, limit: int):
     buckets = list(drawn.moves.buckets(limit))
-    want = _shards(drawn.moves.target, drawn.moves.target_ranks, drawn.full)
+    want = drawn.target_shards()
     got = {rank: torch.full_like(shard, -1) for rank, shard in want.items()}
-    source = _shards(drawn.moves.source, drawn.moves.source_ranks, drawn.full)
+    source = drawn.source_shards()
     for bucket in buckets:
         _applied(bucket, source, got)
         for end in ("source", "target"):
@@ -106,14 +110,14 @@ def test_buckets_have_all_of_it_and_their_bound(drawn: Drawn, limit: int):
 
 @given(_drawn())
 def test_nothing_moves_from_a_plan_to_itself(drawn: Drawn):
-    moves = drawn.moves.source.moves_to(drawn.moves.source)
+    moves = drawn.source.moves_to(drawn.source)
     assert moves.bytes == 0 and not moves.links
 
 
 @given(_drawn())
 def test_a_rank_of_the_same_node_sends_where_one_holds_it(drawn: Drawn):
     moves, node = drawn.moves, drawn.moves.node
-    held = {r: set(s.flatten().tolist()) for r, s in _shards(moves.source, moves.source_ranks, drawn.full).items()}
+    held = drawn.held()
     for move in moves.sent:
         elements = set(drawn.full[move.box.slices].flatten().tolist())
         near = [rank for rank, own in held.items() if rank // node == move.target // node and elements <= own]

@@ -59,7 +59,7 @@ def _carried(source: Plan, first: range, target: Plan, second: range, bucket: in
         return have[name]
 
     carry(moves, give, got.__getitem__, bucket_bytes=bucket, gone=gone.append)
-    rounded = {name: tensor.to(moves.source[name].dtype).to(tensor.dtype) for name, tensor in want.items()}
+    rounded = {name: tensor.to(source[name].dtype).to(tensor.dtype) for name, tensor in want.items()}
     right = all(torch.equal(got[name], rounded[name]) for name in want)
     most = max((part.bytes for each in moves.buckets(bucket) for part in each if part.source != part.target), default=0)
     return right, most, gone
