@@ -33,7 +33,7 @@ from shardlib.layout._boxes import Box, Part, parts
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Laid", "Move", "Moves", "Names", "Pair", "find_moves"]
+__all__ = ["Laid", "Move", "Moves", "Names", "Pair", "find_moves", "matched"]
 
 Holding: TypeAlias = dict[tuple[int, ...], dict[int, Part]]
 Places: TypeAlias = Callable[[Row], tuple[tuple[int, int], ...]]
@@ -73,18 +73,22 @@ class Laid:
     """A tensor as it lies on ranks of a job.
 
     Attributes:
-        name: its name.
+        names: its names: those of a tied tensor, the first of which is that of moves.
         shape, dtype: its global shape, and the dtype that it is stored in.
         layout, mesh: the layout, on a mesh.
         ranks: the ranks that hold it: on the mesh, and in the job. Of a pipeline, those of its stages.
     """
 
-    name: str
+    names: tuple[str, ...]
     shape: tuple[int, ...]
     dtype: torch.dtype
     layout: Layout
     mesh: MeshShape
     ranks: tuple[tuple[int, int], ...]
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
 
 
 @dataclass(frozen=True)
@@ -273,13 +277,51 @@ def find_moves(
         raise PlanError(f"moves_to(node={node}) was given; give the number of ranks that share a node, 1 or more.")
     here = _places(source, _ranks("source_ranks", source_ranks, source.mesh.world_size))
     there = _places(target, _ranks("target_ranks", target_ranks, target.mesh.world_size))
-    rows = _pairs(source, target, names, frozenset(padded), phase)
-    return Moves(tuple(Pair(_laid(a, source, phase, here), _laid(b, target, phase, there)) for a, b in rows), node)
+    pairs = matched(_lying(source, phase, here), _lying(target, phase, there), names=names, padded=padded)
+    return Moves(pairs, node)
 
 
-def _laid(row: Row, plan: PlanTable, phase: Phase, places: Places) -> Laid:
-    layout = row.layouts[phase]
-    return Laid(row.name, row.global_shape, layout.dtype or row.dtype, layout, plan.mesh, places(row))
+def _lying(plan: PlanTable, phase: Phase, places: Places) -> Iterator[Laid]:
+    for row in plan.rows:
+        if (layout := row.layouts.get(phase)) is not None:
+            yield Laid(row.tied, row.global_shape, layout.dtype or row.dtype, layout, plan.mesh, places(row))
+
+
+def matched(
+    source: Iterable[Laid], target: Iterable[Laid], *, names: Names | None = None, padded: Iterable[str] = ()
+) -> tuple[Pair, ...]:
+    """Return the tensors of two sides as pairs, in the target's order; `Plan.moves_to` documents the arguments.
+
+    Raises:
+        PlanError: a name that only one of them has, or other shapes.
+    """
+    renamed, longer = _renamed(names), frozenset(padded)
+    by_name: dict[str, Laid] = {}
+    given, pairs, missing = list(source), list[Pair](), list[str]()
+    for laid in given:
+        by_name |= {new: laid for name in laid.names if (new := renamed(name)) is not None}
+    known = set[str]()
+    for laid in target:
+        known |= {*laid.names}
+        found = next((by_name[name] for name in laid.names if name in by_name), None)
+        if found is None:
+            missing.append(laid.name)
+        else:
+            _check_shapes(found, laid, longer)
+            pairs.append(Pair(found, laid))
+    kept = [(laid.name, {renamed(name) for name in laid.names} - {None}) for laid in given]
+    unused = [name for name, new in kept if new and not new & known]
+    if missing or unused:
+        lines = []
+        if missing:
+            lines.append(f"only the target has {_listed(missing)}.{nearest(missing[0], by_name)}")
+        if unused:
+            lines.append(f"only the source has {_listed(unused)}.")
+        raise PlanError(
+            f"The tensors are not those of one model: {' '.join(lines)} names= maps the source's names to the "
+            "target's; None leaves a tensor out."
+        )
+    return tuple(pairs)
 
 
 def _ranks(what: str, given: Sequence[int] | None, count: int) -> tuple[int, ...]:
@@ -292,49 +334,13 @@ def _ranks(what: str, given: Sequence[int] | None, count: int) -> tuple[int, ...
     return ranks
 
 
-def _pairs(
-    source: PlanTable, target: PlanTable, names: Names | None, padded: frozenset[str], phase: Phase
-) -> Iterator[tuple[Row, Row]]:
-    """Iterate over the rows of the tensors of both plans, in the target's order.
-
-    Raises:
-        PlanError: a name that only one of them has, or other shapes.
-    """
-    renamed = _renamed(names)
-    have = {new: row for row in source.rows for name in row.tied if (new := renamed(name)) is not None}
-    want = [row for row in target.rows if phase in row.layouts]
-    used, missing = set[str](), list[str]()
-    for row in want:
-        found = next((have[name] for name in row.tied if name in have), None)
-        if found is None or phase not in found.layouts:
-            missing.append(row.name)
-            continue
-        used.add(found.name)
-        _check_shapes(found, row, padded)
-        yield found, row
-    unused = [
-        row.name for row in source.rows
-        if phase in row.layouts and row.name not in used and any(renamed(name) is not None for name in row.tied)
-    ]  # fmt: skip
-    if missing or unused:
-        lines = []
-        if missing:
-            lines.append(f"only the target has {_listed(missing)}.{nearest(missing[0], have)}")
-        if unused:
-            lines.append(f"only the source has {_listed(unused)}.")
-        raise PlanError(
-            f"The plans are not of one model: {' '.join(lines)} names= maps the source's names to the target's; None "
-            "leaves a tensor out."
-        )
-
-
-def _check_shapes(source: Row, target: Row, padded: frozenset[str]) -> None:
-    here, there = source.global_shape, target.global_shape
-    if here == there or (len(here) == len(there) and padded & {*source.tied, *target.tied}):
+def _check_shapes(source: Laid, target: Laid, padded: frozenset[str]) -> None:
+    here, there = source.shape, target.shape
+    if here == there or (len(here) == len(there) and padded & {*source.names, *target.names}):
         return
     raise PlanError(
-        f'"{target.name}" has global shape {here} in the source plan and {there} in the target plan. Rows that only '
-        f'pad a tensor are left out with padded=["{target.name}"].'
+        f'"{target.name}" has global shape {here} in the source and {there} in the target. Rows that only pad a tensor '
+        f'are left out with padded=["{target.name}"].'
     )
 
 

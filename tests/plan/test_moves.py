@@ -186,7 +186,7 @@ def test_names_dtypes_and_padding():
     wide.head.weight = wide.embed.weight
     target = sl.plan(nn.ModuleDict({"model": wide.to(torch.bfloat16)}), "tp=4", RULES)
     with pytest.raises(
-        PlanError, match=r'"model.embed.weight" has global shape \(16, 8\) .* padded=\["model.embed.weight"\]'
+        PlanError, match=r'"model.embed.weight" has global shape \(16, 8\) .*padded=\["model.embed.weight"\]'
     ):
         source.moves_to(target, names=lambda name: f"model.{name}")
     moves = source.moves_to(target, names=lambda name: f"model.{name}", padded=["model.embed.weight"])

@@ -11,8 +11,8 @@ from torch import nn
 
 import shardlib as sl
 from shardlib._plan import Plan
-from shardlib.engine.weights.carry import carry
 from shardlib.testing import shared_pool
+from shardlib.weights.carry import carry
 
 RULES = {
     "rows": sl.Rules({"**.weight": "out@tp in", "**.bias": "out@tp"}),

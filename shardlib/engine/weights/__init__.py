@@ -1,1 +1,0 @@
-"""Weights on the move between plans, in memory."""

@@ -1,0 +1,85 @@
+"""How the tensors of models lie on the ranks of a job: what every rank must know of all to compute the same moves."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardlib._dtypes import name_of
+from shardlib._mesh_shape import MeshShape
+from shardlib._plan.moves import Laid
+from shardlib.checkpoint._items import Item, RankMesh, model_items, tied_names
+from shardlib.checkpoint._peers import Peers
+from shardlib.errors import InputError
+from shardlib.layout import Layout
+
+__all__ = ["everywhere", "items_of", "local_of"]
+
+
+def items_of(model: nn.Module | None, ranks: tuple[int, ...], size: int) -> dict[str, Item]:
+    """Return the tensors of a model on this rank, by their names in the full model.
+
+    Args:
+        model: the model, or None where this rank has no part of it.
+        ranks: the ranks that have a part of it: all of them hold its plain tensors.
+        size: the number of ranks of the job.
+    """
+    if model is None:
+        return {}
+    job, here = RankMesh.everywhere(size), RankMesh(MeshShape(dp=len(ranks)), ranks)
+    items = (dataclasses.replace(i, rank_mesh=here) if i.rank_mesh == job else i for i in model_items(model, size))
+    return {item.name: item for item in items}
+
+
+def local_of(items: Mapping[str, Item], name: str) -> torch.Tensor:
+    """Return this rank's local tensor."""
+    return items[name].local
+
+
+def everywhere(everyone: Peers, phase: str, model: nn.Module | None, items: Mapping[str, Item]) -> list[Laid]:
+    """Return how all tensors of a model lie, those of other stages too. Collective.
+
+    The first rank that holds a tensor together with others tells of it.
+    """
+    tied = {} if model is None else {names[0]: names for names in tied_names(model)}
+    mine = [item for item in items.values() if item.rank_mesh.ranks[0] == everyone.rank]
+    told = everyone.gather(phase, lambda: [_told(item, tied.get(item.name, (item.name,))) for item in mine])
+    found: dict[str, list[Laid]] = defaultdict(list)
+    for laid in map(_read, _in_order(told)):
+        found[laid.name].append(laid)
+    return [_joined(several) for several in found.values()]
+
+
+def _in_order(told: Iterable[list[Any]]) -> Iterator[Any]:
+    for of_rank in told:
+        yield from of_rank
+
+
+def _told(item: Item, names: Iterable[str]) -> list[Any]:
+    text = item.layout.text
+    return [list(names), item.shape, name_of(item.dtype), text, str(item.rank_mesh.mesh), item.rank_mesh.ranks]
+
+
+def _read(told: list[Any]) -> Laid:
+    names, shape, dtype, text, mesh, ranks = told
+    return Laid(
+        tuple(names), tuple(shape), getattr(torch, dtype), Layout.parse(text), MeshShape(mesh), tuple(enumerate(ranks))
+    )
+
+
+def _joined(several: list[Laid]) -> Laid:
+    """Return a tensor that several stages hold."""
+    first = several[0]
+    for other in several[1:]:
+        if (other.shape, other.layout, other.mesh) != (first.shape, first.layout, first.mesh):
+            raise InputError(
+                f'Ranks hold "{first.name}" in different ways: "{first.layout}" of {first.shape} on "{first.mesh}", '
+                f'and "{other.layout}" of {other.shape} on "{other.mesh}". Shard the model alike on all ranks.'
+            )
+    ranks = tuple(place for laid in several for place in laid.ranks)
+    return Laid(first.names, first.shape, first.dtype, first.layout, first.mesh, ranks)

@@ -1,0 +1,133 @@
+"""`transfer`: copy the weights of one sharded model into another one of the same job."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from shardlib._plan.moves import Laid, Moves, Names, matched
+from shardlib.checkpoint._peers import peers
+from shardlib.engine.sharded import is_sharded, record_of
+from shardlib.errors import InputError, ShardingError, short_traceback
+from shardlib.weights.carry import carry
+from shardlib.weights.lying import everywhere, items_of, local_of
+
+__all__ = ["transfer"]
+
+
+@short_traceback
+def transfer(
+    source: nn.Module | None,
+    target: nn.Module | None,
+    *,
+    names: Names | None = None,
+    padded: Iterable[str] = (),
+    bucket_mb: float = 25.0,
+    node: int = 8,
+    timeout: float | None = None,
+) -> Moves:
+    """Copy parameters and buffers of a model into another one, whichever plans and ranks they have. Collective over the
+    job.
+
+    Each rank is sent the elements that it lacks, once, by the nearest rank that holds them; no rank ever has a full
+    model. The models may be on the same ranks, on some of the same, or on different ones. Both may be sharded by
+    `shard_model`, by PyTorch's own functions (then they have DTensors), or not at all (then every rank that has one has
+    all of it).
+
+    Args:
+        source: the model that is copied; None on ranks that have no part of it.
+        target: the model that is overwritten; None on ranks that have no part of it.
+        names: the target's names for tensors of the source that differ: a mapping or a function, as for `load`.
+        padded: names of tensors that are longer in one of the models; the rows that only one has are not moved.
+        bucket_mb: most megabytes that a rank sends, and that it receives, at a time.
+        node: the number of ranks that share a node.
+        timeout: seconds that ranks wait for each other in each phase; by default those of the job's process group.
+
+    Returns:
+        What was moved: `Moves`, equal on all ranks.
+
+    Raises:
+        InputError, PlanError: no such models, or models of other names or shapes; before anything is changed.
+        ShardingError: a backward pass is running.
+        CheckpointError: a rank is lost. A target that has got a part of the weights refuses forward until a transfer
+            into it has ended.
+
+    Example:
+        >>> import torch
+        >>> first, second = nn.Linear(4, 8), nn.Linear(4, 8, dtype=torch.bfloat16)
+        >>> moves = transfer(first, second)
+        >>> torch.equal(second.weight, first.weight.to(torch.bfloat16)), moves.bytes
+        (True, 0)
+    """
+    everyone = peers("sl.transfer", "transferring weights", timeout)
+    everyone.compare(padded=sorted(padded), bucket_mb=bucket_mb, node=node)
+    everyone.run("check arguments", lambda: _check(source, target, bucket_mb))
+    has = everyone.gather("count ranks", lambda: [source is not None, target is not None])
+    having = [tuple(rank for rank, told in enumerate(has) if told[side]) for side in (0, 1)]
+    here, there = everyone.run(
+        "look at the models",
+        lambda: [items_of(m, ranks, everyone.size) for m, ranks in zip((source, target), having, strict=True)],
+    )
+    have, want = (
+        everywhere(everyone, f"tell of the {what}", model, items)
+        for what, model, items in (("source", source, here), ("target", target, there))
+    )
+    moves = everyone.run("compute moves", lambda: _moves(have, want, names, padded, node))
+    with _torn(target):
+        everyone.run(
+            "send",
+            lambda: carry(
+                moves, partial(local_of, here), partial(local_of, there), bucket_bytes=int(bucket_mb * 2**20)
+            ),
+        )
+    return moves
+
+
+def _check(source: Any, target: Any, bucket_mb: float) -> None:
+    for what, model in (("source", source), ("target", target)):
+        if model is not None and not isinstance(model, nn.Module):
+            raise InputError(f"transfer({what}=...) was given a {type(model).__name__}; give a module, or None.")
+        if model is not None and is_sharded(model) and record_of(model).reducer.is_running:
+            raise ShardingError(f"transfer() was called during backward of the {what}. Call it between two steps.")
+    if not bucket_mb > 0:
+        raise InputError(f"transfer(bucket_mb={bucket_mb!r}) was given; give megabytes above zero.")
+
+
+def _moves(
+    source: Sequence[Laid], target: Sequence[Laid], names: Names | None, padded: Iterable[str], node: int
+) -> Moves:
+    for what, tensors in (("source", source), ("target", target)):
+        if not tensors:
+            raise InputError(
+                f"transfer({what}=None) was given on every rank; the ranks of the {what} give their model."
+            )
+    return Moves(matched(source, target, names=names, padded=padded), node)
+
+
+@contextmanager
+def _torn(target: nn.Module | None) -> Iterator[None]:
+    """Let a target refuse forward from here on, until a transfer into it has ended."""
+    if target is None:
+        yield
+        return
+    if (before := _REFUSING.pop(target, None)) is not None:
+        before.remove()
+    _REFUSING[target] = target.register_forward_pre_hook(_refuse, prepend=True)
+    yield
+    _REFUSING.pop(target).remove()
+
+
+def _refuse(model: nn.Module, _args: Any) -> None:
+    raise ShardingError(
+        f"This {type(model).__name__} has got a part of the weights of a transfer that failed. Transfer into it again, "
+        "or load a checkpoint into a new one."
+    )
+
+
+_REFUSING: WeakKeyDictionary[nn.Module, RemovableHandle] = WeakKeyDictionary()

@@ -1,0 +1,220 @@
+"""Weights of one model in another: other plans, other ranks, other libraries, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+import shardlib as sl
+from shardlib.errors import ShardlibError
+from shardlib.testing import shared_pool
+from shardlib.weights import transfer
+
+RULES = sl.Rules({"up": "colwise", "down": "rowwise", "embed": "vocab@tp embed"}, unmatched="replicate")
+COLUMNS = sl.Rules({"up.weight": "out in@tp", "down.weight": "out in@tp"}, unmatched="replicate")
+STAGED = sl.Rules({"**": None}, stages="embed, blocks.0 | blocks.1, norm, head")
+Shard = Callable[[nn.Module], nn.Module]
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Model(nn.Module):
+    """A language model with a tied table and a buffer; of some MiB at width 256."""
+
+    def __init__(self, width: int = 16, tied: bool = True) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(33, width)
+        self.blocks = nn.Sequential(Block(width), Block(width))
+        self.norm = nn.BatchNorm1d(width)
+        self.head = nn.Linear(width, 33, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.blocks(self.embed(ids))))
+
+
+def _made(seed: int, **options: Any) -> nn.Module:
+    torch.manual_seed(seed)
+    model = Model(**options)
+    model.norm.running_mean.normal_()
+    return model
+
+
+def ours(mesh: str, rules: Any = RULES, *transforms: Any) -> Shard:
+    return lambda model: sl.shard_model(model, mesh, rules, transforms=transforms)
+
+
+def part(ranks: list[int], rules: Any) -> Shard:
+    """Shard on some of the ranks."""
+
+    def shard(model: nn.Module) -> nn.Module | None:
+        mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("tp",))
+        return sl.shard_model(model, mesh, rules) if dist.get_rank() in ranks else None
+
+    return shard
+
+
+def fsdp(model: nn.Module) -> nn.Module:
+    for block in model.blocks:
+        fully_shard(block)
+    return fully_shard(model)
+
+
+def megatron(model: nn.Module) -> nn.Module:
+    mesh = sl.mesh("tp=4")
+    return parallelize_module(model, mesh, {"blocks.*.up": ColwiseParallel()})
+
+
+def _transferred(first: Shard, second: Shard, width: int = 16, **options: Any) -> dict[str, Any]:
+    want = _made(0, width=width)
+    full = {name: tensor.clone() for name, tensor in want.state_dict().items()}
+    source, target = first(want), second(_made(1, width=width))
+    moves = transfer(source, target, **options)
+    got = {} if target is None else _local(target)
+    again = transfer(source, target, **options)
+    assert again.links == moves.links
+    return {
+        "right": all(_is_part(full[name], tensor) for name, tensor in got.items()),
+        "bytes": moves.bytes,
+        "has": bool(got),
+    }
+
+
+def _local(model: nn.Module) -> dict[str, torch.Tensor]:
+    return dict(model.state_dict(keep_vars=True))
+
+
+def _is_part(full: torch.Tensor, got: torch.Tensor) -> bool:
+    from shardlib.testing.equivalence.parts import layout_of, local
+
+    if not hasattr(got, "device_mesh"):
+        return torch.equal(got, full)
+    layout, mesh, at = layout_of(got)
+    return torch.equal(local(got), layout.take(full, mesh, at))
+
+
+def test_buckets_bound_what_is_sent_at_a_time():
+    """Tensors of 1 MiB through buckets of 64 KiB."""
+    options = {"bucket_mb": 1 / 16, "width": 256}
+    for made in shared_pool(4).run(
+        _transferred, ours("dp=2,tp=2", RULES, sl.zero(3)), ours("tp=4", COLUMNS), **options
+    ):
+        assert made["right"] and made["bytes"] > 2**20
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "least"),
+    [
+        pytest.param(ours("dp=2,tp=2", RULES, sl.zero(3)), ours("tp=4", COLUMNS), 1, id="zero 3 and tp to other tp"),
+        pytest.param(ours("dp=4", RULES), ours("dp=2,tp=2", RULES), 0, id="replicated to tp"),
+        pytest.param(fsdp, ours("dp=2,tp=2"), 1, id="fully_shard to ours"),
+        pytest.param(ours("tp=4", COLUMNS), megatron, 1, id="ours to parallelize_module"),
+        pytest.param(ours("pp=2,dp=2", STAGED), ours("tp=4"), 1, id="stages to tp"),
+        pytest.param(ours("tp=4"), ours("pp=2,dp=2", STAGED), 1, id="tp to stages"),
+        pytest.param(part([0, 1], RULES), part([2, 3], COLUMNS), 1, id="other ranks"),
+        pytest.param(part([1, 2], RULES), ours("dp=4"), 1, id="some of the ranks"),
+    ],
+)
+def test_every_tensor_has_the_source_s_elements(first: Shard, second: Shard, least: int):
+    for made in shared_pool(4).run(_transferred, first, second):
+        assert made["right"] and bool(made["bytes"]) == bool(least)
+
+
+def _trained_on(steps: int) -> list[float]:
+    """Train a bfloat16 model with wide copies, put other weights into it, and go on: from these, not the old copies."""
+    model = sl.shard_model(_made(0), "dp=2", RULES, transforms=[sl.zero(2), sl.precision("bf16")])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    ids = torch.arange(12)
+    for _ in range(steps):
+        model(ids).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    other = _made(1)
+    transfer(other, model)
+    for _ in range(steps):
+        model(ids).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    rounded = other.blocks[0].up.weight.to(torch.bfloat16)
+    return [float((sl.full_state_dict(model)["blocks.0.up.weight"] - rounded).abs().max())]
+
+
+def test_wide_copies_of_the_target_follow():
+    assert shared_pool(2).run(_trained_on, 2) == [[0.0], [0.0]]
+
+
+def _in_backward(_: str) -> str:
+    source, target = sl.shard_model(_made(0), "tp=2", RULES), _made(1)
+    said = list[str]()
+
+    def hook(_: torch.Tensor) -> None:
+        with pytest.raises(ShardlibError) as caught:
+            transfer(source, target)
+        said.append(str(caught.value))
+
+    out = source(torch.arange(4))
+    out.register_hook(hook)
+    out.sum().backward()
+    return said[0]
+
+
+def _refused(kind: str) -> str:
+    first, second = _made(0), _made(1)
+    sl.shard_model(first, "tp=2", RULES)
+    options: dict[str, Any] = {}
+    if kind == "names":
+        second.more = nn.Linear(2, 2)
+    if kind == "shapes":
+        second.embed = nn.Embedding(40, 16)
+    if kind == "one rank":
+        options["bucket_mb"] = 1.0 + dist.get_rank()
+    if kind == "none":
+        second = None  # type: ignore[assignment]
+    if kind == "module":
+        second = "model"  # type: ignore[assignment]
+    if kind == "bucket":
+        options["bucket_mb"] = 0
+    before = None if not isinstance(second, nn.Module) else second.blocks[0].up.weight.clone()
+    try:
+        transfer(first, second, **options)
+    except ShardlibError as error:
+        assert before is None or torch.equal(before, second.blocks[0].up.weight)
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def test_a_transfer_in_backward_is_refused():
+    for told in shared_pool(2).run(_in_backward, ""):
+        assert "transfer() was called during backward of the source" in told
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("names", 'only the target has "more.weight", "more.bias"'),
+        ("shapes", '"embed.weight" has global shape (33, 16) in the source and (40, 16) in the target'),
+        ("one rank", "ranks gave different values of bucket_mb"),
+        ("none", "transfer(target=None) was given on every rank"),
+        ("module", "transfer(target=...) was given a str"),
+        ("bucket", "bucket_mb=0"),
+    ],
+)
+def test_what_does_not_fit_is_refused_and_nothing_is_changed(kind: str, said: str):
+    for told in shared_pool(2).run(_refused, kind):
+        assert said in told
