@@ -33,7 +33,7 @@ from shardlib.layout._boxes import Box, Part, parts
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Laid", "Move", "Moves", "Names", "Pair", "find_moves", "matched"]
+__all__ = ["Laid", "Move", "Moves", "Names", "Pair", "find_moves", "laid_by", "matched"]
 
 Holding: TypeAlias = dict[tuple[int, ...], dict[int, Part]]
 Places: TypeAlias = Callable[[Row], tuple[tuple[int, int], ...]]
@@ -275,13 +275,14 @@ def find_moves(
     """Return the moves between two plans; `Plan.moves_to` documents the arguments."""
     if node < 1:
         raise PlanError(f"moves_to(node={node}) was given; give the number of ranks that share a node, 1 or more.")
-    here = _places(source, _ranks("source_ranks", source_ranks, source.mesh.world_size))
-    there = _places(target, _ranks("target_ranks", target_ranks, target.mesh.world_size))
-    pairs = matched(_lying(source, phase, here), _lying(target, phase, there), names=names, padded=padded)
-    return Moves(pairs, node)
+    here = laid_by(source, _ranks("source_ranks", source_ranks, source.mesh.world_size), phase)
+    there = laid_by(target, _ranks("target_ranks", target_ranks, target.mesh.world_size), phase)
+    return Moves(matched(here, there, names=names, padded=padded), node)
 
 
-def _lying(plan: PlanTable, phase: Phase, places: Places) -> Iterator[Laid]:
+def laid_by(plan: PlanTable, ranks: Sequence[int], phase: Phase = "stored") -> Iterator[Laid]:
+    """Iterate over the tensors of a plan as they lie in a phase, on ranks of a job in the order of the mesh."""
+    places = _places(plan, ranks)
     for row in plan.rows:
         if (layout := row.layouts.get(phase)) is not None:
             yield Laid(row.tied, row.global_shape, layout.dtype or row.dtype, layout, plan.mesh, places(row))

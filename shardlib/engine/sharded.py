@@ -66,6 +66,8 @@ class Sharded:
         meets_in_modules: whether some modules communicate with other data ranks while they compute.
         comparison: what ranks compare in every step; None without `check="always"`.
         has_values: whether its tensors have values; in a dry run they do not.
+        installed: takes away what was installed on the modules of the model.
+        options: arguments of `apply_plan` besides the plan and the mesh.
     """
 
     plan: Plan
@@ -79,11 +81,18 @@ class Sharded:
     meets_in_modules: bool
     comparison: StepComparison | None
     has_values: bool
+    installed: Undo
+    options: Mapping[str, Any]
 
     @cached_property
     def param_states(self) -> dict[int, ParamState]:
         """The state of each parameter, by the parameter's id."""
         return {id(one.param): one for one in self.reducer.param_states}
+
+    @property
+    def full_plan(self) -> Plan:
+        """The plan of the whole model; `plan` is that of this rank's stages."""
+        return self.plan if self.pipeline is None else self.pipeline.stages.plan
 
     @cached_property
     def changes_steps(self) -> bool:

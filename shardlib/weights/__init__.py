@@ -1,7 +1,8 @@
-"""Weights on the move, in memory: from one sharded model to another."""
+"""Weights on the move, in memory: to another mesh of the same job, and from one sharded model to another."""
 
 from __future__ import annotations
 
-from shardlib.weights.transfer import transfer
+from shardlib.weights._reshard import reshard
+from shardlib.weights._transfer import transfer
 
-__all__ = ["transfer"]
+__all__ = ["reshard", "transfer"]

@@ -12,7 +12,7 @@ from torch import nn
 import shardlib as sl
 from shardlib._plan import Plan
 from shardlib.testing import shared_pool
-from shardlib.weights.carry import carry
+from shardlib.weights._carry import carry
 
 RULES = {
     "rows": sl.Rules({"**.weight": "out@tp in", "**.bias": "out@tp"}),

@@ -51,7 +51,17 @@ from shardlib.engine.undo import Undo
 from shardlib.errors import InputError, PlanError, check_flags, short_traceback
 from shardlib.rules import Rules
 
-__all__ = ["Sharded", "apply_plan", "get_plan", "is_sharded", "names_here", "no_sync", "record_of", "shard_model"]
+__all__ = [
+    "Sharded",
+    "apply_plan",
+    "checked",
+    "get_plan",
+    "is_sharded",
+    "names_here",
+    "no_sync",
+    "record_of",
+    "shard_model",
+]
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -206,26 +216,24 @@ def apply_plan(
     rng: str = "fast",
     global_batch_norm: bool = True,
     values: Mapping[str, torch.Tensor] | None = None,
+    agreed: bool = False,
 ) -> M:
     """Carry out a plan on a model, in place; on an error the model is unchanged.
 
-    For arguments see `shard_model`. `values` are this rank's local shards of a model on `meta`, by name: those of
-    another model that these ranks have sharded by this plan, so that they agree on it and on their random numbers.
+    For arguments see `shard_model`. `values` are this rank's local shards of a model on `meta`, by name. `agreed`: the
+    ranks have sharded another model by this plan, so that they agree on it and on their random numbers.
     """
     exact_random = rng == "exact"
-    rank_plan = RankPlan.of(model, plan_, device_mesh, exact_random=exact_random)
+    rank_plan = checked(model, plan_, device_mesh, exact_random=exact_random)
     stages, everyone = rank_plan.stages, rank_plan.everyone
-    refuse_plan(rank_plan)
-    refuse_modules(model, rank_plan)
     recomputed = modules_to_recompute(model, rank_plan.plan.step.recompute)
     float8 = fp8.choose(model, rank_plan.plan, rank_plan.device, rank_plan.regions)
     warn_of_idle_axes(rank_plan)
     _torch.set_timeouts(rank_plan.mesh if stages is None else stages.mesh)
     tensors = agree.named_tensors(model)
-    is_first = values is None
-    if check and is_first:
+    if check and not agreed:
         ranks_agree(tensors, plan_.lines(), everyone, exact_random=exact_random)
-    if exact_random and is_first:
+    if exact_random and not agreed:
         share_random_state(everyone)
     with Undo() as undo:
         undo.callback(_torch.hold_patches(model))
@@ -269,7 +277,7 @@ def apply_plan(
         )
         if rank_plan.meets_in_modules:
             generate_together(model, installed)
-        if check and is_first and not exact_random:
+        if check and not agreed and not exact_random:
             share_random_state(rank_plan.pipeline_group)
             agree_on_random_state(rank_plan.group(rank_plan.model_axes), rank_plan.random_stream)
         record = Sharded(
@@ -284,22 +292,24 @@ def apply_plan(
             meets_in_modules=rank_plan.meets_in_modules,
             comparison=runtime.comparison,
             has_values=all(map(_torch.has_values, map(local_of, sharded.parameters.values()))),
+            installed=installed,
+            options={"compile": compile, "check": check, "rng": rng, "global_batch_norm": global_batch_norm},
         )
-        shard_again = functools.partial(
-            apply_plan,
-            plan_=plan_,
-            device_mesh=device_mesh,
-            compile=compile,
-            check=check,
-            rng=rng,
-            global_batch_norm=global_batch_norm,
-        )
+        shard_again = functools.partial(apply_plan, plan_=plan_, device_mesh=device_mesh, agreed=True, **record.options)
         allow_copies(model, shard_again, installed)
         refuse_wrappers(model, installed)
     optimizer.watch_optimizers(sharded.replaced)
     keep(model, record, installed)
     refuse_additions(model, record)
     return model
+
+
+def checked(model: nn.Module, plan_: Plan, device_mesh: DeviceMesh, *, exact_random: bool) -> RankPlan:
+    """Return a plan on this rank, once it is known that the engine can carry it out on this model."""
+    rank_plan = RankPlan.of(model, plan_, device_mesh, exact_random=exact_random)
+    refuse_plan(rank_plan)
+    refuse_modules(model, rank_plan)
+    return rank_plan
 
 
 def _planned(model: nn.Module, device_mesh: DeviceMesh, rules: Any, transforms: Any, example: Any = None) -> Plan:

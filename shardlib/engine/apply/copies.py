@@ -19,7 +19,7 @@ from shardlib.engine.sharded import Sharded, record_of
 from shardlib.engine.undo import Undo, bare
 from shardlib.errors import ShardingError
 
-__all__ = ["allow_copies"]
+__all__ = ["allow_copies", "bare_again", "on_meta_again"]
 
 
 def allow_copies(model: nn.Module, shard_again: Callable[..., nn.Module], undo: Undo) -> None:
@@ -45,18 +45,43 @@ def _copied(model: nn.Module, shard_again: Callable[..., nn.Module], undo: Undo,
     _refuse_changed(model, record)
     if record.updates is not None:
         record.updates.wait()
-    rows = rows_by_name((record.plan if record.pipeline is None else record.pipeline.stages.plan).rows)
+    rows = rows_by_name(record.full_plan.rows)
     on_meta = _on_meta(model, rows)
     tensors = {name: tensor for name, tensor in agree.named_tensors(model).items() if id(tensor) in on_meta}
     values = {name: local_of(tensor).to(rows[name].dtype, copy=True) for name, tensor in tensors.items()}
-    memo.update(on_meta)
-    with bare(model, undo):
-        other = copy.deepcopy(model, memo)
-    _put_in_place(other, on_meta)
+    other = _plain_copy(model, undo, on_meta, memo)
     shard_again(other, values=values)
     copies = agree.named_tensors(other)
     memo.update({id(tensor): copies[name] for name, tensor in tensors.items()})
     _copy_state(record, record_of(other))
+    return other
+
+
+def on_meta_again(model: nn.Module) -> nn.Module:
+    """Return a copy of a sharded model as it was before it was sharded, with full tensors on `meta`."""
+    record = record_of(model)
+    _refuse_changed(model, record)
+    return _plain_copy(model, record.installed, _on_meta(model, rows_by_name(record.full_plan.rows)), {})
+
+
+def bare_again(model: nn.Module) -> None:
+    """Make a sharded model what it was before it was sharded, in place, with full tensors on `meta`."""
+    record = record_of(model)
+    on_meta = _on_meta(model, rows_by_name(record.full_plan.rows))
+    record.installed.run()
+    for module in model.modules():
+        for own, key, tensor in _torch.registered_tensors(module):
+            own[key] = on_meta.get(id(tensor), tensor)
+    _put_in_place(model, on_meta)
+    for module in model.modules():
+        _torch.find_weights_again(module)
+
+
+def _plain_copy(model: nn.Module, undo: Undo, on_meta: Mapping[int, torch.Tensor], memo: dict[int, Any]) -> nn.Module:
+    memo.update(on_meta)
+    with bare(model, undo):
+        other = copy.deepcopy(model, memo)
+    _put_in_place(other, on_meta)
     return other
 
 

@@ -15,8 +15,8 @@ from shardlib._plan.moves import Laid, Moves, Names, matched
 from shardlib.checkpoint._peers import peers
 from shardlib.engine.sharded import is_sharded, record_of
 from shardlib.errors import InputError, ShardingError, short_traceback
-from shardlib.weights.carry import carry
-from shardlib.weights.lying import everywhere, items_of, local_of
+from shardlib.weights._carry import carry
+from shardlib.weights._lying import everywhere, items_of, local_of
 
 __all__ = ["transfer"]
 

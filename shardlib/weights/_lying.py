@@ -13,12 +13,13 @@ from torch import nn
 from shardlib._dtypes import name_of
 from shardlib._mesh_shape import MeshShape
 from shardlib._plan.moves import Laid
-from shardlib.checkpoint._items import Item, RankMesh, model_items, tied_names
+from shardlib.checkpoint._items import Item, RankMesh, first_names, item_of, model_items, rank_mesh_of_model, tied_names
 from shardlib.checkpoint._peers import Peers
+from shardlib.engine.ranks import agree
 from shardlib.errors import InputError
 from shardlib.layout import Layout
 
-__all__ = ["everywhere", "items_of", "local_of"]
+__all__ = ["all_items_of", "everywhere", "items_of", "local_of"]
 
 
 def items_of(model: nn.Module | None, ranks: tuple[int, ...], size: int) -> dict[str, Item]:
@@ -34,6 +35,13 @@ def items_of(model: nn.Module | None, ranks: tuple[int, ...], size: int) -> dict
     job, here = RankMesh.everywhere(size), RankMesh(MeshShape(dp=len(ranks)), ranks)
     items = (dataclasses.replace(i, rank_mesh=here) if i.rank_mesh == job else i for i in model_items(model, size))
     return {item.name: item for item in items}
+
+
+def all_items_of(model: nn.Module, size: int) -> dict[str, Item]:
+    """Return all parameters and buffers of a sharded model on this rank, those too that a state dict leaves out."""
+    job, first = rank_mesh_of_model(model, size), first_names(model)
+    named = {first.get(name, name): tensor for name, tensor in agree.named_tensors(model).items()}
+    return {name: item_of("model", name, tensor, job) for name, tensor in named.items()}
 
 
 def local_of(items: Mapping[str, Item], name: str) -> torch.Tensor:
