@@ -65,9 +65,9 @@ def on_meta_again(model: nn.Module) -> nn.Module:
 
 
 def bare_again(model: nn.Module) -> None:
-    """Make a sharded model what it was before it was sharded, in place, with full tensors on `meta`."""
+    """Make a sharded model what it was before it was sharded, in place, with all of its tensors on `meta`."""
     record = record_of(model)
-    on_meta = _on_meta(model, rows_by_name(record.full_plan.rows))
+    on_meta = _on_meta(model, rows_by_name(record.full_plan.rows), torch.Tensor)
     record.installed.run()
     for module in model.modules():
         for own, key, tensor in _torch.registered_tensors(module):
@@ -98,13 +98,13 @@ def _refuse_changed(model: nn.Module, record: Sharded) -> None:
         )
 
 
-def _on_meta(model: nn.Module, rows: Mapping[str, Row]) -> dict[int, torch.Tensor]:
-    """Return a full tensor on `meta` for each parameter, DTensor and placeholder of another stage, by id."""
+def _on_meta(model: nn.Module, rows: Mapping[str, Row], kinds: Any = nn.Parameter | DTensor) -> dict[int, torch.Tensor]:
+    """Return a full tensor on `meta` for each tensor of these kinds and placeholder of another stage, by id."""
     found: dict[int, torch.Tensor] = {}
     by_row: dict[str, torch.Tensor] = {}
     for prefix, module in model.named_modules():
         registered = _torch.registered_tensors(module)
-        own = [(key, tensor) for _, key, tensor in registered if isinstance(tensor, nn.Parameter | DTensor)]
+        own = [(key, tensor) for _, key, tensor in registered if isinstance(tensor, kinds)]
         for key, tensor in (*own, *_placeholders(module)):
             row = rows[f"{prefix}.{key}".lstrip(".")]
             found[id(tensor)] = by_row.setdefault(row.name, _full_on_meta(row))
