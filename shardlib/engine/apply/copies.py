@@ -72,6 +72,8 @@ def bare_again(model: nn.Module) -> None:
     for module in model.modules():
         for own, key, tensor in _torch.registered_tensors(module):
             own[key] = on_meta.get(id(tensor), tensor)
+        for key, tensor in _placeholders(module):
+            vars(module)[key] = on_meta[id(tensor)]
     _put_in_place(model, on_meta)
     for module in model.modules():
         _torch.find_weights_again(module)
