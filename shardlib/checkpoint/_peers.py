@@ -102,6 +102,10 @@ class Peers:
             if text is not None:
                 raise CheckpointError(f"{text} (Rank {rank} has not raised this before.)")
 
+    def group_for(self, device: torch.device) -> dist.ProcessGroup | None:
+        """Return the group over which tensors of a device are sent between all ranks."""
+        return None
+
     def stop_sending(self) -> None:
         """Let ranks that wait for tensors of this one fail at once: it has failed, and says why at the phase's end."""
 
@@ -245,6 +249,9 @@ class _Job(Peers):
             raise work
         work.wait(timedelta(seconds=max(until - time.monotonic(), 0.001)))
         self._groups.release(work)
+
+    def group_for(self, device: torch.device) -> dist.ProcessGroup | None:
+        return self._groups.data if device.type == "cpu" else None
 
     def stop_sending(self) -> None:
         if self._groups.data is not None:

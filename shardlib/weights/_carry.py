@@ -3,58 +3,88 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from shardlib._plan.moves import Move, Moves
+from shardlib.checkpoint._peers import Lost, Peers
+from shardlib.errors import ShardingError
 
-__all__ = ["carry"]
+__all__ = ["carry", "torn"]
 
 Local = Callable[[str], torch.Tensor]
 
 
-@torch.no_grad()
 def carry(
+    everyone: Peers,
+    phase: str,
     moves: Moves,
     source: Local,
     target: Local,
     *,
     bucket_bytes: int,
     gone: Callable[[str], None] = lambda _: None,
-    group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Fill this rank's local tensors of the target with values of the source. Collective over all ranks of the moves.
+    """Fill this rank's local tensors of the target with values of the source. Collective over the job.
 
     Boxes are cast to the dtype that is sent before they are sent, and to the target's after. No rank sends or receives
     more than `bucket_bytes` at a time, apart from single elements that are larger.
 
     Args:
+        everyone: the ranks.
+        phase: what is done, for messages.
         moves: what goes where; equal on all ranks.
         source: from a name in the source plan to this rank's local tensor.
         target: from a name in the target plan to this rank's local tensor. A tensor is asked for when its first box
             comes.
         bucket_bytes: most bytes that a rank sends, and that it receives, at a time.
         gone: called with a name in the source plan when the last box that this rank gives of it has gone.
-        group: the ranks; by default those of the job.
+
+    Raises:
+        CheckpointError: a rank has raised or is lost; on all ranks.
     """
-    rank = dist.get_rank() if dist.is_initialized() else 0
+
+    def work() -> None:
+        try:
+            _carry(everyone, moves, source, target, bucket_bytes, gone)
+        except BaseException:
+            everyone.stop_sending()  # others wait for this rank's tensors
+            raise
+
+    try:
+        everyone.run(phase, work)
+    except BaseException:
+        everyone.renew()
+        raise
+
+
+@torch.no_grad()
+def _carry(
+    everyone: Peers, moves: Moves, source: Local, target: Local, bucket_bytes: int, gone: Callable[[str], None]
+) -> None:
     left = Counter[str]()
     for move in moves.all:
-        if move.source == rank:
+        if move.source == everyone.rank:
             left[move.source_name] += move.box.numel
     for bucket in moves.buckets(bucket_bytes):
-        _exchange(rank, bucket, source, target, group)
+        _exchange(everyone, bucket, source, target)
         for move in bucket:
-            if move.source == rank:
+            if move.source == everyone.rank:
                 left[move.source_name] -= move.box.numel
                 if not left[move.source_name]:
                     gone(move.source_name)
 
 
-def _exchange(rank: int, bucket: Iterable[Move], source: Local, target: Local, group: dist.ProcessGroup | None) -> None:
+def _exchange(everyone: Peers, bucket: Iterable[Move], source: Local, target: Local) -> None:
     """Send and receive the moves of a bucket, one message for each rank; copy those of this rank to itself."""
+    rank = everyone.rank
     outgoing, incoming = defaultdict[int, list[Move]](list), defaultdict[int, list[Move]](list)
     for move in bucket:
         if move.source == move.target == rank:
@@ -65,13 +95,23 @@ def _exchange(rank: int, bucket: Iterable[Move], source: Local, target: Local, g
             incoming[move.source].append(move)
     received = {peer: _buffer(part, target) for peer, part in incoming.items()}
     sent = {peer: torch.cat([_bytes(_given(source, move)) for move in part]) for peer, part in outgoing.items()}
-    requests = [dist.P2POp(dist.irecv, buffer, peer, group) for peer, buffer in received.items()]
-    requests += [dist.P2POp(dist.isend, buffer, peer, group) for peer, buffer in sent.items()]
-    if requests:
-        for work in dist.batch_isend_irecv(requests):
-            work.wait()
+    _send(everyone, sent, received)
     for peer, buffer in received.items():
         _unpack(buffer, incoming[peer], target)
+
+
+def _send(everyone: Peers, sent: Mapping[int, torch.Tensor], received: Mapping[int, torch.Tensor]) -> None:
+    operations: list[tuple[Any, torch.Tensor, int]] = [(dist.irecv, buffer, peer) for peer, buffer in received.items()]
+    operations += [(dist.isend, buffer, peer) for peer, buffer in sent.items()]
+    if not operations:
+        return
+    group = everyone.group_for(operations[0][1].device)
+    requests = [dist.P2POp(kind, buffer, peer, group) for kind, buffer, peer in operations]
+    try:
+        for work in dist.batch_isend_irecv(requests):
+            work.wait()
+    except RuntimeError as error:
+        raise Lost(f"another rank's tensors did not come ({error})") from None
 
 
 def _given(source: Local, move: Move) -> torch.Tensor:
@@ -100,3 +140,26 @@ def _unpack(buffer: torch.Tensor, moves: Iterable[Move], target: Local) -> None:
         whole = piece if at % move.dtype.itemsize == 0 else piece.clone()
         _box(target, move)[...] = whole.view(move.dtype).reshape(move.box.sizes)
         at += move.bytes
+
+
+@contextmanager
+def torn(model: nn.Module | None) -> Iterator[None]:
+    """Let a model that gets weights refuse forward from here on, until the block ends without an error."""
+    if model is None:
+        yield
+        return
+    if (before := _REFUSING.pop(model, None)) is not None:
+        before.remove()
+    _REFUSING[model] = model.register_forward_pre_hook(_refuse, prepend=True)
+    yield
+    _REFUSING.pop(model).remove()
+
+
+def _refuse(model: nn.Module, _args: Any) -> None:
+    raise ShardingError(
+        f"This {type(model).__name__} has a part of the weights that it was to get: moving them failed. Transfer into "
+        "it again, or build a new one and load a checkpoint."
+    )
+
+
+_REFUSING: WeakKeyDictionary[nn.Module, RemovableHandle] = WeakKeyDictionary()

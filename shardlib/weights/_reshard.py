@@ -25,7 +25,7 @@ from shardlib.engine.apply.copies import bare_again, on_meta_again
 from shardlib.engine.sharded import Sharded, is_sharded, record_of
 from shardlib.errors import InputError, PlanError, ShardingError, short_traceback
 from shardlib.transforms import parse
-from shardlib.weights._carry import carry
+from shardlib.weights._carry import carry, torn
 from shardlib.weights._lying import all_items_of, everywhere
 
 __all__ = ["reshard"]
@@ -81,15 +81,16 @@ def reshard(
     everyone.compare(plan=target.lines(), bucket_mb=bucket_mb, node=node)
     job = _Job(everyone, int(bucket_mb * 2**20), node)
     trained = None if optimizer is None else job.look(model, optimizer)
-    shards = job.move_model(model, record, target, device_mesh)
     features = {name: kept.state_dict() for name, kept in record.stateful.items()}
-    bare_again(model)
-    apply_plan(model, target, device_mesh, values=shards, **record.options)
-    for name, kept in record_of(model).stateful.items():
-        if name in features:
-            kept.load_state_dict(features[name])
-    if trained is not None:
-        job.move_optimizer(model, trained)
+    with torn(model):
+        shards = job.move_model(model, record, target, device_mesh)
+        bare_again(model)
+        apply_plan(model, target, device_mesh, values=shards, **record.options)
+        for name, kept in record_of(model).stateful.items():
+            if name in features:
+                kept.load_state_dict(features[name])
+        if trained is not None:
+            job.move_optimizer(model, trained)
     return model
 
 
@@ -168,7 +169,7 @@ class _Job:
 
     def carry(self, phase: str, pairs: Iterable[Pair], source: Any, target: Any, gone: Any) -> None:
         moves = Moves(tuple(pairs), self.node)
-        self.everyone.run(phase, lambda: carry(moves, source, target, bucket_bytes=self.bucket_bytes, gone=gone))
+        carry(self.everyone, phase, moves, source, target, bucket_bytes=self.bucket_bytes, gone=gone)
 
     # The model
 

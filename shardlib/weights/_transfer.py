@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from shardlib._plan.moves import Laid, Moves, Names, matched
 from shardlib.checkpoint._peers import peers
 from shardlib.engine.sharded import is_sharded, record_of
 from shardlib.errors import InputError, ShardingError, short_traceback
-from shardlib.weights._carry import carry
+from shardlib.weights._carry import carry, torn
 from shardlib.weights._lying import everywhere, items_of, local_of
 
 __all__ = ["transfer"]
@@ -79,13 +76,9 @@ def transfer(
         for what, model, items in (("source", source, here), ("target", target, there))
     )
     moves = everyone.run("compute moves", lambda: _moves(have, want, names, padded, node))
-    with _torn(target):
-        everyone.run(
-            "send",
-            lambda: carry(
-                moves, partial(local_of, here), partial(local_of, there), bucket_bytes=int(bucket_mb * 2**20)
-            ),
-        )
+    give, take = partial(local_of, here), partial(local_of, there)
+    with torn(target):
+        carry(everyone, "send", moves, give, take, bucket_bytes=int(bucket_mb * 2**20))
     return moves
 
 
@@ -108,26 +101,3 @@ def _moves(
                 f"transfer({what}=None) was given on every rank; the ranks of the {what} give their model."
             )
     return Moves(matched(source, target, names=names, padded=padded), node)
-
-
-@contextmanager
-def _torn(target: nn.Module | None) -> Iterator[None]:
-    """Let a target refuse forward from here on, until a transfer into it has ended."""
-    if target is None:
-        yield
-        return
-    if (before := _REFUSING.pop(target, None)) is not None:
-        before.remove()
-    _REFUSING[target] = target.register_forward_pre_hook(_refuse, prepend=True)
-    yield
-    _REFUSING.pop(target).remove()
-
-
-def _refuse(model: nn.Module, _args: Any) -> None:
-    raise ShardingError(
-        f"This {type(model).__name__} has got a part of the weights of a transfer that failed. Transfer into it again, "
-        "or load a checkpoint into a new one."
-    )
-
-
-_REFUSING: WeakKeyDictionary[nn.Module, RemovableHandle] = WeakKeyDictionary()

@@ -11,6 +11,7 @@ from torch import nn
 
 import shardlib as sl
 from shardlib._plan import Plan
+from shardlib.checkpoint._peers import peers
 from shardlib.testing import shared_pool
 from shardlib.weights._carry import carry
 
@@ -58,7 +59,8 @@ def _carried(source: Plan, first: range, target: Plan, second: range, bucket: in
         assert name not in gone
         return have[name]
 
-    carry(moves, give, got.__getitem__, bucket_bytes=bucket, gone=gone.append)
+    everyone = peers("sl.transfer", "testing", None)
+    carry(everyone, "send", moves, give, got.__getitem__, bucket_bytes=bucket, gone=gone.append)
     rounded = {name: tensor.to(source[name].dtype).to(tensor.dtype) for name, tensor in want.items()}
     right = all(torch.equal(got[name], rounded[name]) for name in want)
     most = max((part.bytes for each in moves.buckets(bucket) for part in each if part.source != part.target), default=0)

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 import shardlib as sl
 from shardlib.errors import ShardlibError
 from shardlib.testing import shared_pool
-from shardlib.weights import transfer
+from shardlib.weights import _transfer, transfer
 
 RULES = sl.Rules({"up": "colwise", "down": "rowwise", "embed": "vocab@tp embed"}, unmatched="replicate")
 COLUMNS = sl.Rules({"up.weight": "out in@tp", "down.weight": "out in@tp"}, unmatched="replicate")
@@ -157,6 +157,41 @@ def _trained_on(steps: int) -> list[float]:
 
 def test_wide_copies_of_the_target_follow():
     assert shared_pool(2).run(_trained_on, 2) == [[0.0], [0.0]]
+
+
+class Broken(Exception):
+    """What a rank raises in the middle of a transfer."""
+
+
+def _interrupted(_: str) -> list[str]:
+    source = sl.shard_model(_made(0).double(), "tp=2", RULES)
+    target = sl.shard_model(_made(1).double(), "tp=2", COLUMNS)
+    given = _transfer.local_of
+    calls = list[str]()
+
+    def fails(items: Any, name: str) -> torch.Tensor:
+        calls.append(name)
+        if dist.get_rank() == 1 and len(calls) == 9:
+            raise Broken("no memory")
+        return given(items, name)
+
+    _transfer.local_of = fails
+    said = list[str]()
+    for work in (lambda: transfer(source, target, bucket_mb=1e-3), lambda: target(torch.arange(4))):
+        with pytest.raises(ShardlibError) as caught:
+            work()
+        said.append(str(caught.value))
+    _transfer.local_of = given
+    transfer(source, target)
+    ids = torch.arange(4)
+    assert (target.eval()(ids) - source.eval()(ids)).abs().max() < 1e-12
+    return said
+
+
+def test_a_target_that_has_a_part_refuses_until_it_has_all():
+    for failed, refused in shared_pool(2).run(_interrupted, "", timeout=30):
+        assert failed.startswith("Transferring weights failed (on rank 1): Broken: no memory")
+        assert "has a part of the weights" in refused
 
 
 def _in_backward(_: str) -> str:
