@@ -33,7 +33,7 @@ from shardlib.layout._boxes import Box, Part, parts
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Laid", "Move", "Moves", "Names", "Pair", "find_moves", "laid_by", "matched"]
+__all__ = ["Laid", "Move", "Moves", "Names", "Pair", "find_moves", "laid_by", "matched", "renamed"]
 
 Holding: TypeAlias = dict[tuple[int, ...], dict[int, Part]]
 Places: TypeAlias = Callable[[Row], tuple[tuple[int, int], ...]]
@@ -296,11 +296,11 @@ def matched(
     Raises:
         PlanError: a name that only one of them has, or other shapes.
     """
-    renamed, longer = _renamed(names), frozenset(padded)
+    new_name, longer = renamed(names), frozenset(padded)
     by_name: dict[str, Laid] = {}
     given, pairs, missing = list(source), list[Pair](), list[str]()
     for laid in given:
-        by_name |= {new: laid for name in laid.names if (new := renamed(name)) is not None}
+        by_name |= {new: laid for name in laid.names if (new := new_name(name)) is not None}
     known = set[str]()
     for laid in target:
         known |= {*laid.names}
@@ -310,7 +310,7 @@ def matched(
         else:
             _check_shapes(found, laid, longer)
             pairs.append(Pair(found, laid))
-    kept = [(laid.name, {renamed(name) for name in laid.names} - {None}) for laid in given]
+    kept = [(laid.name, {new_name(name) for name in laid.names} - {None}) for laid in given]
     unused = [name for name, new in kept if new and not new & known]
     if missing or unused:
         lines = []
@@ -345,7 +345,8 @@ def _check_shapes(source: Laid, target: Laid, padded: frozenset[str]) -> None:
     )
 
 
-def _renamed(names: Names | None) -> Callable[[str], str | None]:
+def renamed(names: Names | None) -> Callable[[str], str | None]:
+    """Return the function from a name to the new one that `names` describes."""
     if names is None:
         return lambda name: name
     return names if callable(names) else lambda name: names.get(name, name)
