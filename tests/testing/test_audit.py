@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from benchmarks import audit as runner
 from shardlib.errors import InputError, MeshError
@@ -139,6 +140,13 @@ def test_nothing_stays_redirected():
             assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float64
     assert before == (dist.init_process_group, DeviceMesh.__init__, torch.autocast.__init__, torch.get_default_dtype())
     assert torch.ones(2).dtype == torch.float32 and len(mode.notes) == 4
+
+
+def test_what_checkpointing_computes_again_is_redirected():
+    with redirected():
+        x = torch.randn(3, requires_grad=True)
+        checkpoint(lambda x: x.float().sin(), x, use_reentrant=False).sum().backward()
+    assert x.grad is not None and torch.equal(x.grad, x.detach().cos())
 
 
 # --- code that is no sharding ---------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.overrides import TorchFunctionMode
@@ -63,6 +64,8 @@ class Redirected(TorchFunctionMode):
             return args[0]
         if func in _DROPS:
             return self._undropped(func, args, kwargs)
+        if func is torch.Tensor.backward and args[0].numel() == 1 and kwargs["inputs"] is None:
+            return self._backward(args[0], **kwargs)
         if func is torch.device:
             made = func(*args, **kwargs)
             return made if _is_torch(inspect.currentframe()) else self._device(made)
@@ -104,6 +107,16 @@ class Redirected(TorchFunctionMode):
     def _cast(self, dtype: str) -> None:
         if dtype:  # float32 is asked for by many models, in norms and losses; it says nothing of how they are trained
             self.note(f"{dtype}: everything is computed in float64")
+
+    def _backward(self, loss: torch.Tensor, gradient: Any, inputs: Any, **kwargs: Any) -> None:
+        """Run a backward pass inside the block, where checkpointing computes again what it computed there.
+
+        No mode is in force while a function that it was called for runs; an edge in the place of the loss calls none.
+        """
+        gradient = torch.ones_like(loss) if gradient is None else gradient
+        edge = get_gradient_edge(loss)
+        with self:
+            torch.autograd.backward(edge, gradient, **kwargs)
 
     def _undropped(self, func: Any, args: Any, kwargs: Any) -> Any:
         p = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
