@@ -110,6 +110,40 @@ def test_a_mean_of_means_is_a_remark_unless_it_is_asked_for():
     assert not audit(_build, shard, "dp=2", batch, loss=loss, strict=True)
 
 
+def _summed(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    """Return the part of some rows in a mean over the four rows of all data ranks."""
+    return model(batch).square().sum() / 4 * getattr(model, "factor", 1)
+
+
+def _undivided(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    fully_shard(model, mesh=mesh)
+    model.set_gradient_divide_factor(1.0)  # type: ignore[attr-defined]
+    return model
+
+
+def _averaged(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def test_losses_that_add_up_are_compared_by_their_sum():
+    assert (report := _audited(_undivided, loss=_summed)), report
+    report = _audited(_averaged, loss=_summed)
+    assert report["loss"].verdict == "right" and report["gradients"].verdict == "wrong"
+    assert "1/2 of a single device's (dp=2)" in str(report)
+
+
+def _wrong_on_a_rank(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    if mesh.get_rank() == 1:
+        model.factor = 3  # type: ignore[assignment]
+    return _undivided(model, mesh)
+
+
+def test_a_wrong_loss_among_those_that_add_up_is_placed():
+    report = _audited(_wrong_on_a_rank, loss=_summed)
+    assert report["loss"].verdict == "wrong" and "only rank 1" in str(report)
+
+
 # --- code that was written for accelerators -------------------------------------------------------------------------
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 import os
 import pickle
 import time
@@ -157,6 +158,7 @@ class _Stages:
         self.weighted = False  # whether one device works as data ranks do
         self.parted = False  # whether the last check found ranks that differ in what they have in common
         self.clips = True  # whether the host's clipping works
+        self.shares = 1  # the number of data ranks whose losses add up to one device's
         coordinate = subject.mesh.coordinate(dist.get_rank())
         self.rank_coordinate = parts.RankCoordinate(subject.mesh, coordinate)
 
@@ -245,7 +247,9 @@ class _Stages:
         host = call_shard(self.functions["shard"], given, self.subject.mesh, folder)
         self.random = torch.get_rng_state()
         self.stack.enter_context(taken_for_model_axes(_axes_of(host)))
-        self.sharded = HostRun(self.case, host, self.rank_coordinate, self.functions["clip"], self.functions["context"])
+        self.sharded = HostRun(
+            self.case, host, self.rank_coordinate, self.functions["clip"], self.functions["context"], self.shares
+        )
         try:
             self.alone = Run(self.case, self.single, made=self._optimizer(host, self.single))
         except StaleOptimizer as stale:
@@ -272,7 +276,7 @@ class _Stages:
         run = Run(self.case, _torch.copied(self.single))
         try:
             with Collectives() as seen:
-                run.loss_of(self.case.batch(0))
+                whole = run.loss_of(self.case.batch(0))
         except InputError:
             raise
         except (Exception, SystemExit) as error:
@@ -286,6 +290,20 @@ class _Stages:
                 "would count what one device has once for each rank. Let shard= put that into the sharded model, and "
                 "loss= be the loss of one device."
             )
+        self.shares = self._shares_of(whole.item())
+
+    def _shares_of(self, whole: float) -> int:
+        """Return the number of data ranks if the losses of their rows add up to the loss of all rows on one device: a
+        sum, divided by the number of all tokens."""
+        ranks = self.rank_coordinate.data[1]
+        runs = [Run(self.case, _torch.copied(self.single), (index, ranks)) for index in range(ranks)]
+        try:
+            of_rows = [run.loss_of(self.case.batch(0)).item() for run in runs]
+        except InputError:
+            raise
+        except Exception:
+            return 1  # the sharded model is given these rows as well, and the report has what it raises then
+        return ranks if math.isclose(math.fsum(of_rows), whole, rel_tol=1e-9) else 1
 
     def _optimizer(self, host: Host, single: nn.Module) -> torch.optim.Optimizer | None:
         """Return the optimizer that `shard` made, for one device; None where it is the case's."""
