@@ -299,7 +299,7 @@ def test_parameters_of_shard_are_known_by_name():
     assert wants(lambda checkpoint, mesh: None) == {"checkpoint": "folder", "mesh": "mesh"}
 
 
-@pytest.mark.parametrize("name", ["torch", "transformers", "accelerate", "lightning"])
+@pytest.mark.parametrize("name", ["torch", "transformers", "accelerate", "lightning", "torchtitan"])
 def test_a_table_of_advice_is_whole(name: str):
     entries = advice.table(name)
     assert entries

@@ -280,6 +280,38 @@ def _connector_init(original: Original, mode: Redirected) -> Original:
     return __init__
 
 
+def _compiled_flex_attn(original: Any, mode: Redirected) -> Any:
+    """Compute torchtitan's FlexAttention by products and a softmax, under the same mask.
+
+    On CPUs flex_attention has no backward.
+    """
+    from torch.nn.attention.flex_attention import AuxOutput, create_mask
+
+    def compiled_flex_attn(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, block_mask: Any, scale: float | None, **kwargs: Any
+    ) -> Any:
+        if kwargs["score_mod"] is not None:
+            return original.__func__(q, k, v, block_mask=block_mask, scale=scale, **kwargs)
+        mode.note("FlexAttention: products and a softmax compute it, under the same mask")
+        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+        mask = create_mask(block_mask.mask_mod, len(q), q.shape[1], q.shape[2], k.shape[2], device="cpu")
+        scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+        scores = scores.masked_fill(~mask, -torch.inf)
+        return scores.softmax(-1) @ v, AuxOutput(lse=scores.logsumexp(-1))
+
+    return staticmethod(compiled_flex_attn)
+
+
+def _grouped_mm(original: Any, mode: Redirected) -> Any:
+    """Compute torchtitan's products of experts one after another: torch has no grouped product in float64."""
+
+    def _grouped_mm(self: Any, A: torch.Tensor, B_t: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+        *rows, rest = A.tensor_split(offs.tolist())
+        return torch.cat([*(a @ b for a, b in zip(rows, B_t, strict=True)), A.new_zeros(len(rest), B_t.shape[-1])])
+
+    return _grouped_mm
+
+
 def _accelerator_state_init(original: Original, mode: Redirected) -> Original:
     """Let Accelerate shard by FSDP2 where it is asked to.
 
@@ -317,4 +349,6 @@ _OF_LIBRARIES: tuple[tuple[str, str, str, Callable[[Any, Redirected], Any]], ...
     ("transformers.modeling_utils", "PreTrainedModel", "from_pretrained", _from_pretrained),
     ("lightning.fabric.connector", "_Connector", "__init__", _connector_init),
     ("accelerate.state", "AcceleratorState", "__init__", _accelerator_state_init),
+    ("torchtitan.models.common.attention", "FlexAttention", "compiled_flex_attn", _compiled_flex_attn),
+    ("torchtitan.models.common.moe", "GroupedExperts", "_grouped_mm", _grouped_mm),
 )

@@ -596,7 +596,7 @@ class _Stages:
             limit = limits(case, measured)
             failed = wrong(measured, limit)
             compared += len(measured.errors)
-            if self.weighted and failed and all(key[1] == "buffer" for key in failed):
+            if failed and all(key[1] == "buffer" and self._is_of_rank(key[2]) for key in failed):
                 continue  # statistics of each rank's own rows, which some libraries take from the first rank
             if failed or measured.replicas:
                 check = self._check("optimizer steps", measured, limit, measured.errors, failed, False)
@@ -626,7 +626,11 @@ class _Stages:
     def _parted_names(self) -> list[str]:
         full = self.sharded.full_values()
         marks = agree.exchange({name: agree.fingerprint(tensor) for name, tensor in full.items()})
-        return [name for name in full if len({of_rank.get(name) for of_rank in marks}) > 1]
+        parted = [name for name in full if len({of_rank.get(name) for of_rank in marks}) > 1]
+        return [name for name in parted if not self.sharded.host.is_of_rank(name)]
+
+    def _is_of_rank(self, buffer: str) -> bool:
+        return self.weighted or self.sharded.host.is_of_rank(buffer)
 
     def _statistics(self) -> list[str]:
         """Return buffers that hold statistics of each rank's own rows: a checkpoint has those of one rank."""
@@ -710,9 +714,9 @@ class _Stages:
         full = self.sharded.full_values()
         for name in self._statistics():
             del full[name]
-        got = {**dict(read.named_parameters()), **dict(read.named_buffers())}
-        kept = set(read.state_dict())
-        return [self._same("save for one device", full, {n: t for n, t in got.items() if n in kept}, by)]
+        kept = set(read.state_dict())  # whose parameters may have names of their own there
+        got = {**dict(read.named_parameters()), **{n: b for n, b in read.named_buffers() if n in kept}}
+        return [self._same("save for one device", full, got, by)]
 
     def _read(self, load: Callable[[str], Any], folder: Path) -> nn.Module:
         """Return the model that the user's own function loads, or whose state dict it loads."""
