@@ -75,13 +75,13 @@ def test_what_it_shards_is_right(degrees: dict[str, Any], mesh: str):
 
 
 def _experts(job: Callable[[], Any], degrees: dict[str, Any]) -> nn.Module:
-    """Return a mixture of eight experts in place of 64."""
+    """Return a mixture of 16 experts in place of 64, of which each token takes eight or fewer."""
     _use(job(), degrees)
     for layer in example.job.model_spec.model.layers:
         moe, routed = layer.moe, layer.moe.routed_experts
         for each in (moe, moe.router, routed.inner_experts, routed.token_dispatcher):
-            each.num_experts = 8
-        moe.router.gate.out_features, routed.inner_experts.hidden_dim = 8, 32
+            each.num_experts = 16
+        moe.router.gate.out_features, routed.inner_experts.hidden_dim = 16, 32
     return example.build()
 
 
