@@ -95,6 +95,16 @@ def test_experts_on_several_ranks_are_right():
     assert {name for name, verdict in verdicts.items() if verdict != "right"} == {"generation"}, report
 
 
+def _with_its_optimizer(model: nn.Module) -> tuple[nn.Module, Any]:
+    sharded = example.shard(model)
+    return sharded, example.job.optimizer.build(model_parts=[sharded])
+
+
+def test_its_optimizer_is_taken_out_of_its_container():
+    report = _audited(FSDP, "dp=2", shard=_with_its_optimizer)
+    assert report and report["optimizer steps"].verdict == report["save and go on"].verdict == "right", report
+
+
 def test_nothing_of_it_stays_on_the_ranks():
     _audited(TP, "tp=2")
     assert shared_pool(2).run(get_spmd_backend) == ["spmd_types"] * 2

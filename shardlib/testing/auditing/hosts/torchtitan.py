@@ -10,6 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
+from shardlib.errors import InputError
 from shardlib.testing.auditing.hosts._host import Host, is_of
 
 __all__ = ["Torchtitan"]
@@ -27,6 +28,18 @@ class Torchtitan(Host):
     @classmethod
     def takes(cls, made: Sequence[Any]) -> bool:
         return any(is_of(each, "torchtitan.protocols.model.BaseModel") for each in made)
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The optimizer that `shard` returned, taken out of its container."""
+        made: Any = super().optimizer
+        inside = getattr(made, "optimizers", [made])
+        if len(inside) > 1:
+            raise InputError(
+                f"shard= returned a container of {len(inside)} optimizers, of which an audit steps one. Return the "
+                "model alone, which AdamW then trains."
+            )
+        return inside[0]  # type: ignore[no-any-return]
 
     def is_of_rank(self, buffer: str) -> bool:
         return buffer.endswith("tokens_per_expert_E")  # its trainer sums them before a step
