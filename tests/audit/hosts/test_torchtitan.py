@@ -15,7 +15,7 @@ import torch.nn.functional as F
 import train_torchtitan as example
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 from torchtitan.config import ParallelismConfig
 from torchtitan.distributed import fsdp
@@ -200,6 +200,26 @@ def test_a_fault_is_found_and_placed(name: str):
     first = next(each for each in report.checks if each.verdict == "wrong")
     assert first.name == check, report
     assert line in first.advice[0].line, report
+
+
+def _initialized_after(model: nn.Module) -> nn.Module:
+    """Shard as its trainer does: on the meta device, and with values afterwards; those are the model's."""
+    values = dict(model.named_parameters())
+    with torch.device("meta"):
+        sharded = example.shard(example.job.model_spec.model.build())
+    sharded.to_empty(device="cpu")
+    sharded.init_states(buffer_device=None)  # type: ignore[operator]
+    with torch.no_grad():
+        for name, p in sharded.named_parameters():
+            assert isinstance(p, DTensor)
+            value = values[name.replace("_checkpoint_wrapped_module.", "")]
+            p.copy_(distribute_tensor(value, p.device_mesh, p.placements))
+    return sharded
+
+
+def test_a_tie_is_kept_as_the_advice_says():
+    report = _audited({**FSDP, **TP}, "dp=2,tp=2", tied=True, shard=_initialized_after)
+    assert report and report["optimizer steps"].verdict == "right", report
 
 
 def test_a_fault_of_its_own_is_found_and_placed():
