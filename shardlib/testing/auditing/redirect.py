@@ -20,6 +20,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.overrides import TorchFunctionMode
@@ -71,6 +72,8 @@ class Redirected(TorchFunctionMode):
             return args[0]
         if func in _DROPS:
             return self._undropped(func, args, kwargs)
+        if func is torch.Tensor.backward and args[0].numel() == 1 and kwargs["inputs"] is None:
+            return self._backward(args[0], **kwargs)
         if func is torch.device:
             made = func(*args, **kwargs)
             return made if _is_torch(inspect.currentframe()) else self._device(made)
@@ -107,6 +110,16 @@ class Redirected(TorchFunctionMode):
     def _cast(self, dtype: str) -> None:
         if dtype:  # float32 is asked for by many models, in norms and losses; it says nothing of how they are trained
             self.note(f"{dtype}: everything is computed in float64")
+
+    def _backward(self, loss: torch.Tensor, gradient: Any, inputs: Any, **kwargs: Any) -> None:
+        """Run a backward pass inside the block, where checkpointing computes again what it computed there.
+
+        No mode is in force while a function that it was called for runs; an edge in the place of the loss calls none.
+        """
+        gradient = torch.ones_like(loss) if gradient is None else gradient
+        edge = get_gradient_edge(loss)
+        with self:
+            torch.autograd.backward(edge, gradient, **kwargs)
 
     def _undropped(self, func: Any, args: Any, kwargs: Any) -> Any:
         p = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
@@ -270,6 +283,38 @@ def _connector_init(original: Original, mode: Redirected) -> Original:
     return __init__
 
 
+def _compiled_flex_attn(original: Any, mode: Redirected) -> Any:
+    """Compute torchtitan's FlexAttention by products and a softmax, under the same mask.
+
+    On CPUs flex_attention has no backward.
+    """
+    from torch.nn.attention.flex_attention import AuxOutput, create_mask
+
+    def compiled_flex_attn(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, block_mask: Any, scale: float | None, **kwargs: Any
+    ) -> Any:
+        if kwargs["score_mod"] is not None:
+            return original.__func__(q, k, v, block_mask=block_mask, scale=scale, **kwargs)
+        mode.note("FlexAttention: products and a softmax compute it, under the same mask")
+        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+        mask = create_mask(block_mask.mask_mod, len(q), q.shape[1], q.shape[2], k.shape[2], device="cpu")
+        scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+        scores = scores.masked_fill(~mask, -torch.inf)
+        return scores.softmax(-1) @ v, AuxOutput(lse=scores.logsumexp(-1))
+
+    return staticmethod(compiled_flex_attn)
+
+
+def _grouped_mm(original: Any, mode: Redirected) -> Any:
+    """Compute torchtitan's products of experts one after another: torch has no grouped product in float64."""
+
+    def _grouped_mm(self: Any, A: torch.Tensor, B_t: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+        *rows, rest = A.tensor_split(offs.tolist())
+        return torch.cat([*(a @ b for a, b in zip(rows, B_t, strict=True)), A.new_zeros(len(rest), B_t.shape[-1])])
+
+    return _grouped_mm
+
+
 def _accelerator_state_init(original: Original, mode: Redirected) -> Original:
     """Let Accelerate shard by FSDP2 where it is asked to.
 
@@ -317,4 +362,6 @@ _OF_LIBRARIES: tuple[tuple[str, str, str, Callable[[Any, Redirected], Any]], ...
     ("transformers.modeling_utils", "PreTrainedModel", "from_pretrained", _from_pretrained),
     ("lightning.fabric.connector", "_Connector", "__init__", _connector_init),
     ("accelerate.state", "AcceleratorState", "__init__", _accelerator_state_init),
+    ("torchtitan.models.common.attention", "FlexAttention", "compiled_flex_attn", _compiled_flex_attn),
+    ("torchtitan.models.common.moe", "GroupedExperts", "_grouped_mm", _grouped_mm),
 )

@@ -34,11 +34,12 @@ class HostRun(Run):
         rank_coordinate: parts.RankCoordinate,
         clip: Callable[[Any], torch.Tensor] | None = None,
         context: Callable[[], AbstractContextManager[Any]] | None = None,
+        shares: int = 1,
     ) -> None:
         self.context = context
         self.host, self.rank_coordinate, self.users_clip = host, rank_coordinate, clip
         self.rows_of_one_device: dict[str, int] = {}
-        super().__init__(case, host.model, rank_coordinate.data, sharded=True, made=host.optimizer)
+        super().__init__(case, host.model, rank_coordinate.data, sharded=True, made=host.optimizer, shares=shares)
         self._check_mesh()
 
     @property

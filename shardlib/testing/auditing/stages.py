@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import itertools
 import logging
+import math
 import os
 import pickle
 import time
@@ -174,6 +175,7 @@ class _Stages:
         self.weighted = False  # whether one device works as data ranks do
         self.parted = False  # whether the last check found ranks that differ in what they have in common
         self.clips = True  # whether the host's clipping works
+        self.shares = 1  # the number of data ranks whose losses add up to one device's
         coordinate = subject.mesh.coordinate(dist.get_rank())
         self.rank_coordinate = parts.RankCoordinate(subject.mesh, coordinate)
 
@@ -263,7 +265,9 @@ class _Stages:
         host = call_shard(self.functions["shard"], given, self.subject.mesh, folder)
         self.random = torch.get_rng_state()
         self.stack.enter_context(taken_for_model_axes(_axes_of(host)))
-        self.sharded = HostRun(self.case, host, self.rank_coordinate, self.functions["clip"], self.functions["context"])
+        self.sharded = HostRun(
+            self.case, host, self.rank_coordinate, self.functions["clip"], self.functions["context"], self.shares
+        )
         try:
             self.alone = Run(self.case, self.single, made=self._optimizer(host, self.single))
         except StaleOptimizer as stale:
@@ -290,7 +294,7 @@ class _Stages:
         run = Run(self.case, _torch.copied(self.single))
         try:
             with Collectives() as seen:
-                run.loss_of(self.case.batch(0))
+                whole = run.loss_of(self.case.batch(0))
         except InputError:
             raise
         except (Exception, SystemExit) as error:
@@ -304,6 +308,20 @@ class _Stages:
                 "would count what one device has once for each rank. Let shard= put that into the sharded model, and "
                 "loss= be the loss of one device."
             )
+        self.shares = self._shares_of(whole.item())
+
+    def _shares_of(self, whole: float) -> int:
+        """Return the number of data ranks if the losses of their rows add up to the loss of all rows on one device: a
+        sum, divided by the number of all tokens."""
+        ranks = self.rank_coordinate.data[1]
+        runs = [Run(self.case, _torch.copied(self.single), (index, ranks)) for index in range(ranks)]
+        try:
+            of_rows = [run.loss_of(self.case.batch(0)).item() for run in runs]
+        except InputError:
+            raise
+        except Exception:
+            return 1  # the sharded model is given these rows as well, and the report has what it raises then
+        return ranks if math.isclose(math.fsum(of_rows), whole, rel_tol=1e-9) else 1
 
     def _optimizer(self, host: Host, single: nn.Module) -> torch.optim.Optimizer | None:
         """Return the optimizer that `shard` made, for one device; None where it is the case's."""
@@ -604,7 +622,7 @@ class _Stages:
             limit = limits(case, measured)
             failed = wrong(measured, limit)
             compared += len(measured.errors)
-            if self.weighted and failed and all(key[1] == "buffer" for key in failed):
+            if failed and all(key[1] == "buffer" and self._is_of_rank(key[2]) for key in failed):
                 continue  # statistics of each rank's own rows, which some libraries take from the first rank
             if failed or measured.replicas:
                 check = self._check("optimizer steps", measured, limit, measured.errors, failed, False)
@@ -647,8 +665,12 @@ class _Stages:
                 agree.exchange_unequal({name: agree.fingerprint(tensor) for name, tensor in full.items()}, self.control)
                 or []
             )
-            self.held = full, [name for name in full if len({of_rank.get(name) for of_rank in marks}) > 1]
+            parted = [name for name in full if len({of_rank.get(name) for of_rank in marks}) > 1]
+            self.held = full, [name for name in parted if not self.sharded.host.is_of_rank(name)]
         return self.held
+
+    def _is_of_rank(self, buffer: str) -> bool:
+        return self.weighted or self.sharded.host.is_of_rank(buffer)
 
     def _statistics(self) -> list[str]:
         """Return buffers that hold statistics of each rank's own rows: a checkpoint has those of one rank."""
@@ -721,9 +743,9 @@ class _Stages:
         read = self.host.read(folder, lambda: single_device(self.case)) if load is None else self._read(load, folder)
         by = self.host.saves if save is None else save.__name__
         full = {name: tensor for name, tensor in self._held()[0].items() if name not in self._statistics()}
-        got = {**dict(read.named_parameters()), **dict(read.named_buffers())}
-        kept = set(read.state_dict())
-        return [self._same("save for one device", full, {n: t for n, t in got.items() if n in kept}, by)]
+        kept = set(read.state_dict())  # whose parameters may have names of their own there
+        got = {**dict(read.named_parameters()), **{n: b for n, b in read.named_buffers() if n in kept}}
+        return [self._same("save for one device", full, got, by)]
 
     def _read(self, load: Callable[[str], Any], folder: Path) -> nn.Module:
         """Return the model that the user's own function loads, or whose state dict it loads."""

@@ -90,6 +90,10 @@ class Host:
         """Return parameters and buffers by their names on one device."""
         return named_tensors(self.model)
 
+    def is_of_rank(self, buffer: str) -> bool:
+        """Return whether a buffer counts what each rank sees, and may differ between ranks."""
+        return False
+
     def gradients(self) -> dict[str, torch.Tensor | None]:
         return {name: p.grad for name, p in self.tensors()[0].items()}
 
