@@ -260,15 +260,37 @@ def test_a_scale_by_the_largest_value_of_all_ranks_keeps_gradients_as_they_are()
 def test_a_recomputed_forward_may_take_the_largest_value_of_all_ranks():
     class Model(nn.Linear):
         def inner(self, x: torch.Tensor) -> torch.Tensor:
-            x = super().forward(x)
             largest = x.detach().clone()
             dist.all_reduce(largest, dist.ReduceOp.MAX)
-            return (x - largest).exp()
+            return super().forward(largest)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return checkpoint(self.inner, x, use_reentrant=False)
 
     assert dry_audit(lambda: Model(DIM, DIM), cases.in_ddp, "dp=2", torch.zeros(2, DIM)).findings == ()
+
+
+@pytest.mark.parametrize("collective", [dist.reduce_scatter_single, dist.all_to_all_single])
+def test_a_collective_that_gives_each_rank_another_part(collective: Callable[..., Any]):
+    class Model(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            rows = len(x) // 2 if collective is dist.reduce_scatter_single else len(x)
+            part = x.new_empty(rows, DIM)
+            collective(part, x.contiguous())
+            return super().forward(part)
+
+    report = dry_audit(lambda: Model(DIM, DIM), lambda model, mesh: model, "tp=2", torch.zeros(2, DIM))
+    assert ("unreduced gradient", ("tp",)) in [(each.kind, each.axes) for each in report.findings]
+
+
+def test_a_group_that_does_not_follow_the_mesh_is_said():
+    def shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        group = dist.new_group([0, 1, 3])
+        model.register_forward_pre_hook(lambda _, args: dist.all_reduce(args[0], group=group))
+        return model
+
+    report = dry_audit(lambda: nn.Linear(DIM, DIM), shard, "tp=4", torch.zeros(2, DIM))
+    assert report.notes[-1].startswith("Some collectives are over groups that do not follow the axes of the mesh")
 
 
 @pytest.mark.parametrize(
