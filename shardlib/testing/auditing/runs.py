@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from shardlib.engine._torch import pytree
 from shardlib.errors import InputError
+from shardlib.testing.auditing.foreign import check_meshes
 from shardlib.testing.auditing.hosts import Host
 from shardlib.testing.equivalence import parts
 from shardlib.testing.equivalence.case import Case
@@ -40,7 +41,7 @@ class HostRun(Run):
         self.host, self.rank_coordinate, self.users_clip = host, rank_coordinate, clip
         self.rows_of_one_device: dict[str, int] = {}
         super().__init__(case, host.model, rank_coordinate.data, sharded=True, made=host.optimizer, shares=shares)
-        self._check_mesh()
+        check_meshes(self.tensors()[0], rank_coordinate.mesh)
 
     @property
     def module(self) -> nn.Module:
@@ -51,23 +52,6 @@ class HostRun(Run):
     def plan(self) -> None:
         """None: nothing here was sharded by a plan."""
         return None
-
-    def _check_mesh(self) -> None:
-        """Check that the ranks of DTensors' meshes are in the order of the audit's mesh."""
-        mesh = self.rank_coordinate.mesh
-        for name, tensor in self.tensors()[0].items():
-            if not isinstance(tensor, DTensor):
-                continue
-            own = dict(
-                zip(tensor.device_mesh.mesh_dim_names or (), tensor.device_mesh.get_coordinate() or (), strict=False)
-            )
-            for axis, index in own.items():
-                if axis in mesh and self.rank_coordinate.coordinate[axis] != index:
-                    raise InputError(
-                        f'On mesh "{mesh}" this rank is at {axis}={self.rank_coordinate.coordinate[axis]}; the mesh '
-                        f'of "{name}" has it at {axis}={index}. Give the axes in the order of the mesh that shard= '
-                        f"makes: {tensor.device_mesh}."
-                    )
 
     def _randomness(self) -> AbstractContextManager[Any]:
         return nullcontext()

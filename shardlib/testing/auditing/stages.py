@@ -33,6 +33,7 @@ from shardlib.testing import _carry
 from shardlib.testing.auditing import batches
 from shardlib.testing.auditing.advice import advice_on
 from shardlib.testing.auditing.foreign import (
+    NO_SYNC_BATCH_NORM,
     RaisedAlone,
     call_shard,
     check_shard,
@@ -231,10 +232,7 @@ class _Stages:
             where = "" if len(ranks) == len(said) else f"on rank {', '.join(map(str, ranks))} alone: "
             text = f"{where}{said[ranks[0]]}"
             if "SyncBatchNorm" in text:
-                raise InputError(
-                    "SyncBatchNorm has no kernel for CPUs. Audit the model without convert_sync_batchnorm: the report "
-                    "then says where the statistics of each rank's own rows matter."
-                )
+                raise InputError(NO_SYNC_BATCH_NORM)
             yield Check(name, "raised", text, advice=self._advice(name, None, text))
         else:
             yield from found

@@ -172,13 +172,13 @@ class Run:
                 else "it does not depend on the model's output, or was detached from it"
             )
             raise InputError(
-                f"The loss has no gradient on the single device: {why}. equivalent() compares training; give it "
+                f"The loss has no gradient on the single device: {why}. Give "
                 "something that trains, and a loss= that is computed from what the model returns."
             )
         if not self.sharded and self.case.dtype is torch.float64 and not torch.isfinite(loss):
             raise InputError(
                 f"The loss is {loss.item()} on the single device, with which nothing can be compared. Give "
-                "equivalent() a model, batches and a loss= that are finite."
+                "a model, batches and a loss= that are finite."
             )
 
     @contextmanager
@@ -188,10 +188,10 @@ class Run:
             yield
         except Exception as error:
             if self.sharded:
-                error.add_note(f"equivalent(): in the sharded run, step {step}; the single device's step went through.")
+                error.add_note(f"In the sharded run, step {step}; the single device's step went through.")
             elif not isinstance(error, ShardlibError):
                 error.add_note(
-                    f"equivalent(): on the single device, step {step}: the model fails on this batch and loss before "
+                    f"On the single device, step {step}: the model fails on this batch and loss before "
                     "anything is sharded. Make it run without shardlib first."
                 )
             raise
