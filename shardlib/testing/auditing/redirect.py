@@ -37,7 +37,7 @@ _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _CASTS: dict[Any, str] = {torch.Tensor.half: "float16", torch.Tensor.bfloat16: "bfloat16", torch.Tensor.float: ""}
 _MOVES = {torch.Tensor.cuda, torch.Tensor.xpu}
 _DROPS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout}
-_BY_NAME = frozenset({*_CASTS, *_MOVES, *_DROPS, torch.device, torch.Tensor.to})
+_BY_NAME = frozenset({*_CASTS, *_MOVES, *_DROPS, torch.device, torch.Tensor.to, torch.Tensor.backward})
 _BY_ARGUMENT = frozenset({torch.dtype, torch.device})
 
 
@@ -72,8 +72,9 @@ class Redirected(TorchFunctionMode):
             return args[0]
         if func in _DROPS:
             return self._undropped(func, args, kwargs)
-        if func is torch.Tensor.backward and args[0].numel() == 1 and kwargs["inputs"] is None:
-            return self._backward(args[0], **kwargs)
+        if func is torch.Tensor.backward:
+            again = args[0].numel() == 1 and kwargs["inputs"] is None
+            return self._backward(args[0], **kwargs) if again else func(*args, **kwargs)
         if func is torch.device:
             made = func(*args, **kwargs)
             return made if _is_torch(inspect.currentframe()) else self._device(made)
