@@ -4,5 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 
-_NEEDS = {"test_deepspeed.py": "deepspeed", "test_torchtitan.py": "torchtitan"}
+_NEEDS = {
+    "test_deepspeed.py": "deepspeed",
+    "test_deepspeed_audits.py": "deepspeed",
+    "test_torchtitan.py": "torchtitan",
+}
 collect_ignore = [file for file, library in _NEEDS.items() if importlib.util.find_spec(library) is None]
