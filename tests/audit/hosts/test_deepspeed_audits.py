@@ -123,6 +123,18 @@ def test_a_loss_that_is_divided_twice_is_placed(stage: int):
     assert report.failures[0].advice[0].line.startswith("engine.backward(loss): it divides")
 
 
+def _drops_all_but_the_last(model: nn.Module) -> Any:
+    made = _engine(model, 1)
+    engine, backward = made[0], made[0].backward
+    engine.backward = lambda loss: backward(loss if engine.is_gradient_accumulation_boundary() else 0 * loss)
+    return made
+
+
+def test_passes_before_the_last_are_no_boundary():
+    report = audit(Model, _drops_all_but_the_last, "dp=2", _batch)
+    assert [check.name for check in report.failures] == ["two passes in a step"]
+
+
 def test_a_loop_of_more_passes_is_not_offered():
     check = _audit(1, accumulate=_loop, gradient_accumulation_steps=4)["two passes in a step"]
     assert check.verdict == "not offered"

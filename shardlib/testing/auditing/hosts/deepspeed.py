@@ -147,7 +147,9 @@ class DeepSpeed(Host):
         self.zero.clip_grad = norm  # to which `step` clips
         if self.stage < 3:
             return self.zero.scaled_global_norm()  # type: ignore[no-any-return]
-        return combine_grad_norm_groups(self.zero._get_norm_groups())  # type: ignore[no-any-return]
+        found = self.zero.averaged_gradients
+        norms = [self.zero.get_grad_norm_direct(found[i], part) for i, part in enumerate(self._parts())]
+        return combine_grad_norm_groups(norms)  # type: ignore[no-any-return]
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         self.engine.step()
