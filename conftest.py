@@ -16,7 +16,7 @@ from tests.torchvision_on_cpu import let_torchvision_in
 
 # What needs the libraries of `make test-hosts` is collected in its environment alone.
 _HOSTS = "deepspeed", "torchtitan"
-collect_ignore_glob = ["tests/audit/hosts/test_*.py", "examples/audit/train_torchtitan.py"]
+collect_ignore_glob = ["tests/audit/hosts/test_*.py", *(f"examples/audit/train_{host}.py" for host in _HOSTS)]
 if all(map(importlib.util.find_spec, _HOSTS)):
     collect_ignore_glob = []
 

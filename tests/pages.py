@@ -29,7 +29,7 @@ from tests.scripts import run_shell
 from tests.torchvision_on_cpu import let_torchvision_in
 
 # What their libraries need is in the environment of `make test-hosts`, and `tests/audit/hosts` follows them there.
-OF_HOSTS = ("how-to/audit-torchtitan.md",)
+OF_HOSTS = ("how-to/audit-deepspeed.md", "how-to/audit-torchtitan.md")
 
 _FENCED = re.compile(r"^```(\w*)(?: +title=\"([^\"]+)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _HERE = (

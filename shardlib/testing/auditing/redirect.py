@@ -3,6 +3,7 @@ changed."""
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
 import inspect
@@ -27,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardlib.engine._torch import TorchDispatchMode
 from shardlib.testing.auditing.accelerators import answers
-from shardlib.testing.auditing.hosts import begin_anew
+from shardlib.testing.auditing.hosts import begin_anew, forget_groups
 
 __all__ = ["Collectives", "Redirected", "libraries_redirected", "redirected"]
 
@@ -168,7 +169,7 @@ def redirected() -> Iterator[Redirected]:
         for owner, name, answer in answers():
             stack.enter_context(mock.patch.object(owner, name, answer))
         # Without it, Accelerate does not see the other ranks of a machine that has no accelerator.
-        stack.enter_context(mock.patch.dict(os.environ, ACCELERATE_USE_CPU="true"))
+        stack.enter_context(mock.patch.dict(os.environ, ACCELERATE_USE_CPU="true", DS_ACCELERATOR="cpu"))
         torch.set_default_dtype(torch.float64)
         stack.callback(torch.set_default_dtype, default)
         torch.compiler.set_stance("force_eager")
@@ -349,6 +350,65 @@ def _bar_init(original: Original, mode: Redirected) -> Original:
     return __init__
 
 
+def _config_params(original: Original, mode: Redirected) -> Original:
+    """Let DeepSpeed's config say float64, and what of its optimizer and offloading needs nothing compiled."""
+    forget_groups()
+
+    def _initialize_params(self: Any, params: dict[str, Any]) -> None:
+        params = copy.deepcopy(params)
+        for name in ("bf16", "bfloat16", "fp16", "amp", "torch_autocast"):
+            if params.pop(name, {}).get("enabled"):
+                mode.note(f'"{name}" in DeepSpeed\'s config: everything is computed in float64')
+        for name in ("communication_data_type", "data_types"):
+            params.pop(name, None)
+        if params.pop("scheduler", None):
+            mode.note('"scheduler" in DeepSpeed\'s config: the learning rate is that of the optimizer')
+        optimizer = params.get("optimizer", {})
+        if str(optimizer.get("type")).lower() in ("adam", "adamw"):
+            optimizer.setdefault("params", {})["torch_adam"] = True
+            mode.note(f"\"{optimizer['type']}\" in DeepSpeed's config: it is torch's, in place of FusedAdam")
+        for name in ("offload_optimizer", "offload_param"):
+            if params.get("zero_optimization", {}).pop(name, None):
+                mode.note(f'"{name}" in DeepSpeed\'s config: everything is on the CPU')
+        original(self, params)
+
+    return _initialize_params
+
+
+def _backend_init(original: Original, mode: Redirected) -> Original:
+    """Let DeepSpeed's backend be gloo, without the extension for shared memory, which each rank would compile."""
+
+    def __init__(self: Any, backend: Any, *args: Any, **kwargs: Any) -> None:
+        import deepspeed.ops
+
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        if _BACKENDS.search(str(backend)):
+            mode.note(f"{backend}: ranks meet over gloo")
+            backend = "gloo"
+        original(self, backend, *args, **kwargs)
+
+    return __init__
+
+
+def _float_tensor(_original: Any, _mode: Redirected) -> Any:
+    """Let norms be float64."""
+    return property(lambda self: torch.DoubleTensor)
+
+
+def _in_mode(original: Original, mode: Redirected) -> Original:
+    """Let ZeRO's hooks reduce in float64: inside of a backward pass no mode of torch functions works."""
+
+    def in_mode(*args: Any, **kwargs: Any) -> Any:
+        with mode:
+            return original(*args, **kwargs)
+
+    return in_mode
+
+
+def _supported_dtypes(_original: Original, _mode: Redirected) -> Original:
+    return lambda self: [torch.double]
+
+
 _REPLACED: tuple[tuple[Any, str, Callable[[Original, Redirected], Original]], ...] = (
     (dist, "init_process_group", _init_process_group),
     (dist.distributed_c10d, "init_process_group", _init_process_group),
@@ -365,4 +425,16 @@ _OF_LIBRARIES: tuple[tuple[str, str, str, Callable[[Any, Redirected], Any]], ...
     ("accelerate.state", "AcceleratorState", "__init__", _accelerator_state_init),
     ("torchtitan.models.common.attention", "FlexAttention", "compiled_flex_attn", _compiled_flex_attn),
     ("torchtitan.models.common.moe", "GroupedExperts", "_grouped_mm", _grouped_mm),
+    ("deepspeed.runtime.config", "DeepSpeedConfig", "_initialize_params", _config_params),
+    ("deepspeed.comm.torch", "TorchBackend", "__init__", _backend_init),
+    ("deepspeed.runtime.engine", "DeepSpeedEngine", "_backward_post_hook", _in_mode),
+    ("deepspeed.runtime.zero.stage_1_and_2", "DeepSpeedZeroOptimizer", "process_gradients", _in_mode),
+    (
+        "deepspeed.runtime.zero.stage3",
+        "DeepSpeedZeroOptimizer_Stage3",
+        "reduce_ready_partitions_and_remove_grads",
+        _in_mode,
+    ),
+    ("deepspeed.accelerator.cpu_accelerator", "CPU_Accelerator", "FloatTensor", _float_tensor),
+    ("deepspeed.accelerator.cpu_accelerator", "CPU_Accelerator", "supported_dtypes", _supported_dtypes),
 )

@@ -497,7 +497,8 @@ class _Stages:
             run.begin(0)
         for micro in range(case.accumulate):
             self.alone.forward_backward(0, micro)
-        accumulate(self.sharded.host.returned, self.sharded.parts_of(map(case.batch, range(case.accumulate))))
+        with self.sharded.host.accumulating():
+            accumulate(self.sharded.host.returned, self.sharded.parts_of(map(case.batch, range(case.accumulate))))
         notes = Notes(both)
         notes.gradients(0)
         return notes
