@@ -44,7 +44,8 @@ from shardlib.testing.auditing.foreign import (
     wants,
 )
 from shardlib.testing.auditing.hosts import Host, NotOffered, NotReached
-from shardlib.testing.auditing.redirect import Collectives, libraries_redirected, redirected
+from shardlib.testing.auditing.libraries import libraries_redirected
+from shardlib.testing.auditing.redirect import Collectives, redirected
 from shardlib.testing.auditing.report import AuditReport, Check
 from shardlib.testing.auditing.runs import UNCLIPPED, ByRank, HostRun, StaleOptimizer, remade
 from shardlib.testing.equivalence import measure, parts
@@ -133,8 +134,8 @@ def run_on_rank(subject: Subject, packed: bytes, folder: str) -> AuditReport:
     journal = Journal(Path(folder))
     with redirected() as mode, warnings.catch_warnings(record=True) as heard, _quiet(), ExitStack() as stack:
         warnings.simplefilter("always")
+        stack.enter_context(libraries_redirected(mode))
         functions = _carry.load(packed)
-        stack.enter_context(libraries_redirected(mode, functions["shard"]))
         stages = _Stages(subject, functions, journal, stack)
         try:
             for check in stages.checks():
@@ -353,17 +354,16 @@ class _Stages:
         if check.verdict == "wrong" and self.parted:
             said = f"{check.said}; ranks differ between each other"
             return [dataclasses.replace(check, said=said, advice=self._advice(name, check.origin, said))]
-        if check.verdict == "right" and (said := self._turned()):
-            return [dataclasses.replace(check, verdict="wrong", said=said, advice=self._advice(name, None, said))]
-        return [check]
-
-    def _turned(self) -> str:
-        """Describe parameters that are trained in the sharded model and not on one device, or the reverse."""
+        if check.verdict != "right":
+            return [check]
         ours = {clean(n): p.requires_grad for n, p in self.sharded.module.named_parameters()}
         turned = {n: ours[n] for n, p in self.start.named_parameters() if n in ours and ours[n] != p.requires_grad}
         frozen, trained = [n for n in turned if not turned[n]], [n for n in turned if turned[n]]
-        told = "not trained any more" if frozen else "trained now, and not on one device"
-        return f"{len(frozen or trained)} are {told} (requires_grad): {_few(frozen or trained)}" if turned else ""
+        if frozen:
+            said = f"{len(frozen)} are not trained any more (requires_grad): {_few(frozen)}"
+            return [dataclasses.replace(check, verdict="wrong", said=said, advice=self._advice(name, None, said))]
+        told = f"; {_few(trained)}: requires_grad, and not on one device" if trained else ""
+        return [dataclasses.replace(check, said=f"{check.said}{told}")]
 
     def _names(self) -> str:
         """Describe tensors that sharding has lost, made anew, untied, or left without values."""

@@ -26,7 +26,8 @@ from torchtitan.models.llama3.config_registry import llama3_debugmodel
 from torchtitan.models.qwen3.config_registry import qwen3_moe_debug
 
 from shardlib.testing import AuditReport, audit, shared_pool
-from shardlib.testing.auditing.redirect import libraries_redirected, redirected
+from shardlib.testing.auditing.libraries import libraries_redirected
+from shardlib.testing.auditing.redirect import redirected
 
 TP = {"tensor_parallel_degree": 2}
 FSDP = {"data_parallel_shard_degree": 2}
@@ -132,7 +133,7 @@ def test_attention_is_that_of_flex_attention():
     )
     options = {"score_mod": None, "block_mask": mask, "scale": None, "enable_gqa": True, "kernel_options": {}}
     want, aux = flex_attention(q, k, v, return_aux=AuxRequest(lse=True), **options)
-    with redirected() as mode, libraries_redirected(mode, example.build):
+    with redirected() as mode, libraries_redirected(mode):
         got, made = FlexAttention.compiled_flex_attn(q, k, v, return_aux=None, **options)
     # Sums of at most 32 terms, in another order.
     assert torch.allclose(got, want, 32 * 2**-52, 32 * 2**-52)
