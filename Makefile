@@ -4,7 +4,7 @@
 # make coverage    which lines and branches of shardlib/ the tests run, on ranks and in scripts too
 # make test-torch VERSION=2.15.0    the tests on another version of torch, in an environment of its own (several GB)
 # make test-jax PYTHON=python3.13    tests/jax on the newest JAX and flax that a Python takes, in an environment of its own
-# make test-hosts    tests/audit/hosts on DeepSpeed and torchtitan, in an environment of its own (3 GB)
+# make test-hosts    tests/audit/hosts on DeepSpeed and torchtitan, and pages about them, in an environment of its own (3 GB)
 # make mutate    random mistakes in the pure rooms, which the tests of these rooms have to notice
 # make dist    wheel and sdist in dist/; make dist-test installs both into an empty environment and tries them
 # make docs    the documentation site, in .cache/site

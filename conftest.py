@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +13,12 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, Phase, settings
 
 from tests.torchvision_on_cpu import let_torchvision_in
+
+# What needs the libraries of `make test-hosts` is collected in its environment alone.
+_HOSTS = "deepspeed", "torchtitan"
+collect_ignore_glob = ["tests/audit/hosts/test_*.py", *(f"examples/audit/train_{host}.py" for host in _HOSTS)]
+if all(map(importlib.util.find_spec, _HOSTS)):
+    collect_ignore_glob = []
 
 let_torchvision_in()  # torchmetrics imports it by the way, and lightning that
 

@@ -28,6 +28,9 @@ from tests.main_on_ranks import forget, imports_of, run_script
 from tests.scripts import run_shell
 from tests.torchvision_on_cpu import let_torchvision_in
 
+# What their libraries need is in the environment of `make test-hosts`, and `tests/audit/hosts` follows them there.
+OF_HOSTS = ("how-to/audit-deepspeed.md", "how-to/audit-torchtitan.md")
+
 _FENCED = re.compile(r"^```(\w*)(?: +title=\"([^\"]+)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _HERE = (
     "plan",

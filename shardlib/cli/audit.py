@@ -26,9 +26,9 @@ def audit(options: argparse.Namespace) -> int:
     except ImportError as error:
         raise UsageError(f"`shardlib audit` needs {error.name}: pip install 'shardlib[testing]'.") from error
     shape = MeshShape.of(options.mesh)
-    if options.dry:
-        return _dry(options, shape)
     try:
+        if options.dry:
+            return _dry(options, shape)
         report = _audited(options, shape)
     except InputError as error:
         raise UsageError(str(error)) from error

@@ -80,7 +80,7 @@ def prove(options: argparse.Namespace) -> int:
         )
     except Exception as error:
         notes = "\n".join(getattr(error, "__notes__", ()))
-        if "on the single device" not in notes:
+        if "On the single device" not in notes:
             raise
         raise UsageError(
             f"The model fails on this example before anything is sharded{_last_line_outside(notes)}: "

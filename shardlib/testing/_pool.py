@@ -23,8 +23,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any
+from unittest import mock
 
 from shardlib.errors import ShardlibError
 from shardlib.testing import _carry
@@ -46,6 +48,8 @@ _PRELOAD = [
     "shardlib.testing._worker",
 ]
 _LAST = "shardlib.testing._settled"
+# Semaphores that libraries make (tqdm's lock) end with their rank; the tracker frees them, and need not say so.
+_OF_TRACKER = "ignore:resource_tracker:UserWarning"
 
 
 class RankError(ShardlibError):
@@ -319,6 +323,8 @@ def _packed_call(fn: Callable[..., Any], args: Any, kwargs: Any) -> bytes:
 
 def _start(rank: int) -> _Worker:
     context = multiprocessing.get_context("forkserver")
+    with mock.patch.dict(os.environ, PYTHONWARNINGS=_OF_TRACKER):
+        resource_tracker.ensure_running()
     context.set_forkserver_preload([*_PRELOAD, _LAST])
     calls, their_calls = context.Pipe()
     questions, their_questions = context.Pipe()

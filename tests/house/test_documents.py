@@ -17,7 +17,7 @@ import pytest
 import shardlib
 from shardlib import testing
 from tests.house.source import ROOT
-from tests.pages import follow, read_page
+from tests.pages import OF_HOSTS, follow, read_page
 
 DOCUMENTS = [
     ROOT / "README.md",
@@ -39,8 +39,9 @@ _SLOW = "debug-hangs", "debug-numbers", "slurm", "ci"
 
 
 def _pages() -> Iterator[Any]:
+    elsewhere = {ROOT / "docs" / page for page in OF_HOSTS}
     for page in DOCUMENTS:
-        if read_page(page).shell:
+        if page not in elsewhere and read_page(page).shell:
             yield pytest.param(page, id=_title(page), marks=[pytest.mark.deep] if page.stem in _SLOW else [])
 
 

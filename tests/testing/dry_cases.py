@@ -103,8 +103,8 @@ def replicated_and_parallel(model: Words, mesh: DeviceMesh) -> nn.Module:
     return replicated(tensor_parallel(model, mesh, data=False), mesh)
 
 
-def in_ddp(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    return DistributedDataParallel(model, device_ids=[0], process_group=mesh.get_group("dp"))
+def in_ddp(model: nn.Module, mesh: DeviceMesh, **given: Any) -> nn.Module:
+    return DistributedDataParallel(model, device_ids=[0], process_group=mesh.get_group("dp"), **given)
 
 
 def by_composable_ddp(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
@@ -164,6 +164,16 @@ class Copy(torch.autograd.Function):
         return grad
 
 
+class Broadcast(Copy):
+    """Passes on what all ranks have, and gives all ranks the gradient of one."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        grad = grad.clone()
+        dist.broadcast(grad, 0)
+        return grad
+
+
 class Sum(torch.autograd.Function):
     """Sums what the ranks compute, and passes gradients on (Megatron's g)."""
 
@@ -181,16 +191,16 @@ class Sum(torch.autograd.Function):
 class ByHand(nn.Module):
     """A block of plain tensors, split as Megatron does."""
 
-    def __init__(self, *, copies: bool = True) -> None:
+    def __init__(self, *, copies: str = "sum") -> None:
         super().__init__()
         self.norm = nn.LayerNorm(DIM)
         self.up = nn.Linear(DIM, 4 * DIM, bias=False)
         self.down = nn.Linear(4 * DIM, DIM, bias=False)
-        self.copies = copies
+        self.copy = {"sum": Copy.apply, "broadcast": Broadcast.apply}.get(copies, lambda x: x)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.norm(x)
-        return Sum.apply(self.down(torch.relu(self.up(Copy.apply(x) if self.copies else x))))
+        return Sum.apply(self.down(torch.relu(self.up(self.copy(x)))))
 
 
 def by_hand(model: nn.Module, mesh: DeviceMesh) -> nn.Module:

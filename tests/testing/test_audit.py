@@ -17,6 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from benchmarks import audit as runner
 from shardlib.errors import InputError, MeshError
@@ -176,6 +177,40 @@ def test_a_mean_of_means_is_a_remark_unless_it_is_asked_for():
     assert not audit(_build, shard, "dp=2", batch, loss=loss, strict=True)
 
 
+def _summed(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    """Return the part of some rows in a mean over the four rows of all data ranks."""
+    return model(batch).square().sum() / 4 * getattr(model, "factor", 1)
+
+
+def _undivided(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    fully_shard(model, mesh=mesh)
+    model.set_gradient_divide_factor(1.0)  # type: ignore[attr-defined]
+    return model
+
+
+def _averaged(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def test_losses_that_add_up_are_compared_by_their_sum():
+    assert (report := _audited(_undivided, loss=_summed)), report
+    report = _audited(_averaged, loss=_summed)
+    assert report["loss"].verdict == "right" and report["gradients"].verdict == "wrong"
+    assert "1/2 of a single device's (dp=2)" in str(report)
+
+
+def _wrong_on_a_rank(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    if mesh.get_rank() == 1:
+        model.factor = 3  # type: ignore[assignment]
+    return _undivided(model, mesh)
+
+
+def test_a_wrong_loss_among_those_that_add_up_is_placed():
+    report = _audited(_wrong_on_a_rank, loss=_summed)
+    assert report["loss"].verdict == "wrong" and "only rank 1" in str(report)
+
+
 # --- code that was written for accelerators -------------------------------------------------------------------------
 
 
@@ -206,6 +241,13 @@ def test_nothing_stays_redirected():
             assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float64
     assert before == (dist.init_process_group, DeviceMesh.__init__, torch.autocast.__init__, torch.get_default_dtype())
     assert torch.ones(2).dtype == torch.float32 and len(mode.notes) == 4
+
+
+def test_what_checkpointing_computes_again_is_redirected():
+    with redirected():
+        x = torch.randn(3, requires_grad=True)
+        checkpoint(lambda x: x.float().sin(), x, use_reentrant=False).sum().backward()
+    assert x.grad is not None and torch.equal(x.grad, x.detach().cos())
 
 
 # --- code that is no sharding ---------------------------------------------------------------------------------------
@@ -324,7 +366,7 @@ def test_parameters_of_shard_are_known_by_name():
     assert wants(lambda checkpoint, mesh: None) == {"checkpoint": "folder", "mesh": "mesh"}
 
 
-@pytest.mark.parametrize("name", ["torch", "transformers", "accelerate", "lightning"])
+@pytest.mark.parametrize("name", ["torch", "transformers", "accelerate", "lightning", "torchtitan"])
 def test_a_table_of_advice_is_whole(name: str):
     entries = advice.table(name)
     assert entries

@@ -16,10 +16,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.checkpoint import checkpoint
 
 from shardlib import engine
-from shardlib.errors import MeshError, PlanError
+from shardlib.errors import InputError, MeshError, PlanError
 from shardlib.testing.auditing.dry import DryReport, dry_audit
+from shardlib.testing.auditing.foreign import NO_SYNC_BATCH_NORM
 from tests.testing import dry_cases as cases
 from tests.testing.dry_cases import DIM, Words, ids
 
@@ -151,7 +153,7 @@ def test_a_tensor_that_is_called_replicated_and_is_not():
 @pytest.mark.parametrize("copies", [True, False])
 def test_plain_tensors_that_are_split_by_hand(copies: bool):
     def build() -> nn.Module:
-        return nn.Sequential(cases.ByHand(copies=copies), cases.ByHand(copies=copies))
+        return nn.Sequential(cases.ByHand(copies="sum" if copies else ""), cases.ByHand(copies="sum" if copies else ""))
 
     report = dry_audit(build, cases.by_hand, "tp=2", torch.zeros(2, DIM))
     norms = tuple(f"{i}.norm.{one}" for i in range(2) for one in ("weight", "bias"))
@@ -161,6 +163,174 @@ def test_plain_tensors_that_are_split_by_hand(copies: bool):
         "{0-1}.down.weight x2.",
     )
     assert not [each for each in report.remarks if each.kind in ("idle axis", "replicated compute")]
+
+
+def _broadcast(grad: torch.Tensor, group: dist.ProcessGroup) -> None:
+    dist.broadcast(grad, 0, group=group)
+
+
+def _max(grad: torch.Tensor, group: dist.ProcessGroup) -> None:
+    dist.all_reduce(grad, dist.ReduceOp.MAX, group=group)
+
+
+def _reduced_to_one(grad: torch.Tensor, group: dist.ProcessGroup) -> None:
+    dist.reduce(grad, 0, group=group)
+    grad.div_(dist.get_world_size(group))
+    dist.broadcast(grad, 0, group=group)
+
+
+def _averaged(grad: torch.Tensor, group: dist.ProcessGroup) -> None:
+    dist.all_reduce(grad, dist.ReduceOp.AVG, group=group)
+    dist.broadcast(grad, 0, group=group)
+
+
+def _with_hooks(combine: Callable[..., None], model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda each: combine(each.grad, mesh.get_group("dp")))
+    return model
+
+
+def _by_communication_hook(combine: Callable[..., None], model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    def hook(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        combine(bucket.buffer(), group)
+        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        done.set_result(bucket.buffer())
+        return done
+
+    hook.__annotations__.update(bucket=dist.GradBucket, **{"return": torch.futures.Future[torch.Tensor]})
+    model = cases.in_ddp(model, mesh)
+    model.register_comm_hook(mesh.get_group("dp"), hook)  # type: ignore[operator]
+    return model
+
+
+@pytest.mark.parametrize("shard", [_with_hooks, _by_communication_hook])
+@pytest.mark.parametrize(
+    ("combine", "why"),
+    [
+        (_broadcast, "broadcast gives all that of one rank; reduce it by SUM or AVG"),
+        (_max, "all_reduce takes their MAX; reduce it by SUM or AVG"),
+        (_reduced_to_one, None),
+        (_averaged, None),
+    ],
+)
+def test_gradients_that_are_made_alike_and_not_summed(shard: Any, combine: Callable[..., None], why: str | None):
+    report = _words(functools.partial(shard, combine), "dp=4")
+    assert [(each.kind, each.axes, each.text) for each in report.findings] == (why is not None) * [
+        (
+            "unreduced gradient",
+            ("dp",),
+            'the gradient of every parameter is not a sum over "dp" (4 ranks), whose ranks hold the same parameter '
+            f"and compute gradients of their own: {why}",
+        )
+    ]
+
+
+@pytest.mark.parametrize("copy", ["sum", "broadcast"])
+def test_gradients_of_activations_that_are_not_summed(copy: str):
+    report = dry_audit(
+        lambda: nn.Sequential(cases.ByHand(copies=copy), cases.ByHand(copies=copy)),
+        cases.by_hand,
+        "tp=2",
+        torch.zeros(2, DIM),
+    )
+    norms = tuple(f"{i}.norm.{one}" for i in range(2) for one in ("weight", "bias"))
+    assert _found(report) == ([("unreduced gradient", norms, ("tp",))] if copy == "broadcast" else [])
+    assert copy == "sum" or "is not a sum over" in report.findings[0].text
+
+
+def test_a_scale_by_the_largest_value_of_all_ranks_keeps_gradients_as_they_are():
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            largest = grad.abs().max()
+            dist.all_reduce(largest, dist.ReduceOp.MAX)
+            return grad / (largest + 1) * (largest + 1)
+
+    class Model(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return Scaled.apply(super().forward(x))
+
+    assert dry_audit(lambda: Model(DIM, DIM), cases.in_ddp, "dp=2", torch.zeros(2, DIM)).findings == ()
+
+
+def test_a_recomputed_forward_may_take_the_largest_value_of_all_ranks():
+    class Model(nn.Linear):
+        def inner(self, x: torch.Tensor) -> torch.Tensor:
+            largest = x.detach().clone()
+            dist.all_reduce(largest, dist.ReduceOp.MAX)
+            return super().forward(largest)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(self.inner, x, use_reentrant=False)
+
+    assert dry_audit(lambda: Model(DIM, DIM), cases.in_ddp, "dp=2", torch.zeros(2, DIM)).findings == ()
+
+
+@pytest.mark.parametrize("collective", [dist.reduce_scatter_single, dist.all_to_all_single])
+def test_a_collective_that_gives_each_rank_another_part(collective: Callable[..., Any]):
+    class Model(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            rows = len(x) // 2 if collective is dist.reduce_scatter_single else len(x)
+            part = x.new_empty(rows, DIM)
+            collective(part, x.contiguous())
+            return super().forward(part)
+
+    report = dry_audit(lambda: Model(DIM, DIM), lambda model, mesh: model, "tp=2", torch.zeros(2, DIM))
+    assert ("unreduced gradient", ("tp",)) in [(each.kind, each.axes) for each in report.findings]
+
+
+def test_a_group_that_does_not_follow_the_mesh_is_said():
+    def shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        group = dist.new_group([0, 1, 3])
+        model.register_forward_pre_hook(lambda _, args: dist.all_reduce(args[0], group=group))
+        return model
+
+    report = dry_audit(lambda: nn.Linear(DIM, DIM), shard, "tp=4", torch.zeros(2, DIM))
+    assert report.notes[-1].startswith("Some collectives are over groups that do not follow the axes of the mesh")
+
+
+@pytest.mark.parametrize(
+    ("mesh", "axis", "switch"),
+    [
+        ("dp=4", "dp", "set_requires_gradient_sync"),
+        ("dp_replicate=2,dp_shard=4", "dp_replicate", "set_requires_all_reduce"),
+        ("dp_replicate=2,dp_shard=4", "dp_shard", "set_requires_gradient_sync"),
+    ],
+)
+def test_gradients_that_fully_shard_keeps(mesh: str, axis: str, switch: str):
+    def shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        getattr(cases.data_parallel(model, mesh), switch)(False)
+        return model
+
+    report = _words(shard, mesh)
+    (found,) = [each for each in report.findings if each.axes == (axis,)]
+    assert found.kind == "unreduced gradient" and found.names == tuple(name for name, _ in Words().named_parameters())
+    assert f'not a sum over "{axis}" (' in found.text and f"{switch}(False) is left on; call it with" in found.text
+    assert len(report.findings) == len(mesh.split(",")) - (switch == "set_requires_all_reduce")
+    assert not [note for note in report.notes if "get no gradient" in note]
+
+
+def test_gradients_that_fully_shard_keeps_beside_a_plan():
+    def shard(model: Words, mesh: DeviceMesh) -> nn.Module:
+        cases.tensor_parallel(model, mesh).set_requires_gradient_sync(False)  # type: ignore[operator]
+        return model
+
+    report = _words(shard)
+    assert [(each.kind, each.axes) for each in report.findings] == [("unreduced gradient", ("dp",))]
+
+
+def test_ddp_that_looks_for_unused_parameters():
+    class Half(Words):
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.head(self.embedding(ids))
+
+    report = dry_audit(Half, functools.partial(cases.in_ddp, find_unused_parameters=True), "dp=4", ids)
+    assert report.findings == () and "Parameters that get no gradient from this loss: layers" in report.notes[0]
+    assert report.step.count(kind="all_reduce", axis="dp") == 2  # gradients, and which parameters were used
 
 
 # --- what is reported -------------------------------------------------------------------------------------------------
@@ -273,7 +443,7 @@ class Kernel(nn.Linear):
 
 
 def _refused(build: Any, shard: Any = lambda model, mesh: model, mesh: str = "dp=2", example: Any = None) -> str:
-    with pytest.raises(PlanError) as caught:
+    with pytest.raises((InputError, PlanError)) as caught:
         dry_audit(build, shard, mesh, torch.zeros(2, DIM) if example is None else example)
     return str(caught.value)
 
@@ -307,6 +477,39 @@ def test_a_sharding_that_reads_values():
     assert "it reads the value of a tensor" in _refused(lambda: nn.Linear(DIM, DIM), shard)
 
 
+def test_a_mesh_in_another_order():
+    def shard(model: Words, mesh: DeviceMesh) -> nn.Module:
+        return cases.tensor_parallel(model, init_device_mesh("cuda", (2, 4), mesh_dim_names=("tp", "dp")))
+
+    with pytest.raises(InputError) as caught:
+        _words(shard)
+    assert str(caught.value) == (
+        'On mesh "dp=4,tp=2" rank 0 is on dp with ranks 0, 2, 4, 6; the mesh of "embedding.weight", "tp=2,dp=4", has '
+        'it with 0, 1, 2, 3. Give the axes in the order of the mesh that shard= makes: "tp=2,dp=4".'
+    )
+    assert _words(shard, "tp=2,dp=4").findings == ()
+
+
+def test_batch_norm_of_all_ranks_is_refused_as_an_audit_on_ranks_does():
+    said = _refused(lambda: nn.SyncBatchNorm(DIM), cases.in_ddp)
+    assert said.endswith(NO_SYNC_BATCH_NORM)
+
+
+def test_only_our_message_is_shown(capfd: pytest.CaptureFixture[str]):
+    said = _refused(lambda: nn.Sequential(nn.Linear(DIM, 3), nn.Linear(4, 3)))
+    assert "it raised RuntimeError: a and b must have same reduction dim" in said
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_model_without_a_loss_is_told_in_words_of_the_audit():
+    class Model(nn.Linear):
+        def forward(self, x: torch.Tensor) -> str:
+            return "a"
+
+    said = _refused(lambda: Model(DIM, DIM))
+    assert "has neither a loss nor a floating-point tensor. Give loss=: " in said and "equivalent" not in said
+
+
 def test_a_kernel_that_does_not_say_its_shape():
     said = _refused(lambda: Kernel(DIM, DIM))
     assert "it calls a kernel that does not say the shape of its result" in said and "no_fake" in said
@@ -318,8 +521,13 @@ def test_a_kernel_that_does_not_say_its_shape():
         (lambda model, mesh: nn.Linear(3, 3), "shard= returned another model, a Linear without 2 of the 2 parameters"),
         (lambda model, mesh: None, "returned a NoneType; it has to return the model"),
         (lambda model, mesh: (mesh,), "returned a tuple; it has to return the model"),
-        (lambda model, mesh, folder: model, "takes (model, mesh, folder); a dry audit has a model and a mesh for it"),
-        (lambda path: path, "takes (path); a dry audit has a model and a mesh"),
+        (
+            lambda model, mesh, folder: model,
+            "takes folder, the folder of a checkpoint; a dry audit has no values to load",
+        ),
+        (lambda path: path, "takes path, the folder of a checkpoint"),
+        (lambda model, tp_size: model, 'shard= takes "tp_size", of which an audit knows nothing.'),
+        (lambda mesh: mesh, "shard= takes neither a model nor the folder of a checkpoint"),
         ("fsdp", "shard= was given as a str; give a function (model, mesh) -> model."),
     ],
 )

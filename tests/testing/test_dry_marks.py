@@ -9,7 +9,7 @@ import torch
 
 from shardlib import MeshShape
 from shardlib.testing.auditing.dry_grid import NOTHING, Grid
-from shardlib.testing.auditing.dry_marks import Marks
+from shardlib.testing.auditing.dry_marks import Marks, Sum
 from shardlib.testing.auditing.dry_watch import Watch
 
 GRID = Grid(MeshShape("dp=4,tp=2"))
@@ -57,8 +57,8 @@ def test_ranges_are_elements_of_a_tensor():
 def test_marks_go_with_their_storage():
     marks, tensor = Marks(), torch.zeros(3)
     marks.write(tensor, DP)
-    marks.set_pending(tensor, dict.fromkeys(TP, "a"))
-    assert marks.pending(tensor[1:]) == dict.fromkeys(TP, "a")
+    marks.set_sums(tensor, dict.fromkeys(TP, Sum("pending", "a")))
+    assert marks.sums(tensor[1:]) == dict.fromkeys(TP, Sum("pending", "a"))
     del tensor
     gc.collect()
     assert not marks._held

@@ -524,8 +524,8 @@ class FailsAt(nn.Module):
 
 def test_a_forward_that_fails_says_in_which_run():
     for n, said in (
-        (1, "on the single device, step 0: the model fails on this batch and loss before"),
-        (2, "in the sharded run, step 1; the single device's step went through"),
+        (1, "On the single device, step 0: the model fails on this batch and loss before"),
+        (2, "In the sharded run, step 1; the single device's step went through"),
     ):
         with pytest.raises(ValueError, match="not again") as raised:
             equivalent(lambda n=n: FailsAt(n), rows, "tp=2", {"up": "colwise"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -11,7 +12,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -19,6 +22,7 @@ from shardlib.engine._torch._private import private
 from shardlib.engine._torch.collectives import AsyncTensor
 from shardlib.engine._torch.fake import _DryMode, give_fused_splits_real_offsets, is_fake_tensor
 from shardlib.engine._torch.patches import holding_patches
+from shardlib.engine._torch.trees import leaves_of
 
 private(
     "torch._subclasses.fake_tensor.unset_fake_temporarily",
@@ -46,6 +50,20 @@ private(
     without="a model in DDP cannot be audited without ranks",
 )
 
+private(
+    "torch.distributed.fsdp.FSDPModule._get_fsdp_state",
+    "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam._unsharded_param",
+    why="to find the gradients that fully_shard keeps until a later step, and has not reduced",
+    without="a dry audit would not say that they are not summed",
+)
+private(
+    "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._fsdp_param_groups",
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup._partial_reduce_output",
+    why="to find gradients that fully_shard has scattered, and keeps; both are made in __init__",
+    without="a dry audit would not say that they are not summed",
+    optional=True,
+)
+
 from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
@@ -61,6 +79,7 @@ __all__ = [
     "no_fake_kernel_errors",
     "storage_of",
     "watch_dtensors",
+    "withheld_gradients",
 ]
 
 _METAS = ShardingPropagator._propagate_tensor_meta_non_cached
@@ -69,9 +88,21 @@ Seen = Callable[[torch.Tensor, DeviceMesh, Sequence[Any]], object]
 """Is given a local tensor, the mesh and the placements of the DTensor that is made of it, or that it is taken from."""
 
 
+class _ForeignMode(_DryMode):
+    """Leaves tensors with values alone while no other meets them: DDP reads from one which parameters are unused."""
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        tensors = [leaf for leaf in leaves_of(args, kwargs or {}) if isinstance(leaf, torch.Tensor)]
+        if (
+            not tensors or any(map(is_fake_tensor, tensors)) or "lift_fresh" in func.name()
+        ):  # the last by `torch.tensor`
+            return super().dispatch(func, types, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
 def foreign_mode() -> Any:
     """Make a mode whose tensors have no values. They meet real ones inside of it and outside."""
-    return _DryMode(allow_non_fake_inputs=True)
+    return _ForeignMode(allow_non_fake_inputs=True)
 
 
 def no_fake_kernel_errors() -> tuple[type[Exception], ...]:
@@ -91,8 +122,14 @@ def bare_tensor(tensor: Any) -> torch.Tensor:
 
 @contextmanager
 def foreign_code(device_type: str) -> Iterator[None]:
-    """Let meshes be made on `device_type` whatever is asked for, with and without fake tensors, and let DDP run."""
+    """Let meshes be made on `device_type` whatever is asked for, with and without fake tensors, and let DDP run.
+
+    What fake tensors log of an op that raises is not shown: the exception says it too.
+    """
     with ExitStack() as undo, holding_patches():
+        log = logging.getLogger("torch._subclasses.fake_tensor")
+        undo.callback(setattr, log, "disabled", log.disabled)
+        log.disabled = True
         give_fused_splits_real_offsets()
         for name, method in list(vars(DeviceMesh).items()):
             if (real := _with_values(method)) is not None:
@@ -129,6 +166,24 @@ def watch_dtensors(made: Seen, taken: Seen) -> Iterator[None]:
         _swap(undo, DTensor, "__new__", staticmethod(watched))
         _swap(undo, DTensor, "to_local", take)
         yield
+
+
+def withheld_gradients(model: nn.Module) -> Iterator[tuple[torch.Tensor, torch.Tensor, bool]]:
+    """Iterate over parameters whose gradients `fully_shard` has not reduced, or not over all axes (2.13.0).
+
+    Beside each are its gradient, or a buffer that it is in, and whether that is scattered already.
+    """
+    for module in model.modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        for group in getattr(module._get_fsdp_state(), "_fsdp_param_groups", ()):
+            for each in group.fsdp_params:
+                whole = getattr(each, "_unsharded_param", None)
+                kept = each.unsharded_accumulated_grad if whole is None or whole.grad is None else whole.grad
+                if kept is not None:
+                    yield each.sharded_param, kept, False
+                elif (scattered := getattr(group, "_partial_reduce_output", None)) is not None:
+                    yield each.sharded_param, scattered, True
 
 
 def _swap(undo: ExitStack, owner: Any, name: str, value: Any) -> None:

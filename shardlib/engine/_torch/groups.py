@@ -66,6 +66,7 @@ __all__ = [
     "process_groups",
     "ranks_of_collective",
     "recorded_collectives",
+    "reduction_of",
     "set_timeouts",
     "timeout_of",
     "wait_for",
@@ -179,6 +180,12 @@ def ranks_of_collective(arguments: dict[str, Any]) -> list[int]:
     else:
         group = dist.ProcessGroup.unbox(arguments["process_group"])
     return dist.get_process_group_ranks(group)
+
+
+def reduction_of(arguments: dict[str, Any]) -> str:
+    """Return how a collective op reduces, such as "SUM", from its named arguments; "" where it does not."""
+    op = arguments.get("reduce_op", "")
+    return op.upper() if isinstance(op, str) else dist.ReduceOp.RedOpType(op.op()).name
 
 
 def forget_meshes() -> None:

@@ -16,6 +16,7 @@ __all__ = ["has_experts", "one_token", "ragged", "token_ids", "unequal"]
 
 IGNORED = -100
 _LABELS = ("labels", "label", "targets", "target", "y")
+_NO_TOKENS = re.compile("mask|position")
 _EXPERTS = re.compile("moe|expert|mixture", re.IGNORECASE)
 
 
@@ -67,7 +68,8 @@ def one_token(batch: Any, _ranks: int, index: int = 0) -> Any:
     """Repeat one token everywhere, so that most experts of a router get none."""
 
     def repeated(name: str, leaf: torch.Tensor) -> torch.Tensor:
-        chosen = not leaf.is_floating_point() and leaf.dtype != torch.bool and leaf.ndim > 1 and "mask" not in name
+        tokens = not leaf.is_floating_point() and leaf.dtype != torch.bool and leaf.ndim > 1
+        chosen = tokens and not _NO_TOKENS.search(name)
         return torch.full_like(leaf, int(leaf.flatten()[index % leaf.numel()])) if chosen else leaf
 
     flat, spec = pytree.tree_flatten_with_path(batch)

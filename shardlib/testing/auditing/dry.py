@@ -7,7 +7,6 @@ mesh each tensor differs, through forward, backward and the collectives of both.
 from __future__ import annotations
 
 import functools
-import inspect
 import math
 import time
 import traceback
@@ -25,13 +24,13 @@ from shardlib._mesh_shape import MeshLike, MeshShape
 from shardlib.engine import _torch
 from shardlib.engine._torch import pytree
 from shardlib.engine.feature.recording import record_collectives
-from shardlib.errors import PlanError, ShardlibError, short_traceback
+from shardlib.errors import InputError, PlanError, ShardlibError, short_traceback
 from shardlib.testing.auditing.dry_findings import Sharded, folded, shapes_of, ties_of
 from shardlib.testing.auditing.dry_grid import Grid
 from shardlib.testing.auditing.dry_report import DryFinding, DryReport, DryWork, Kept
 from shardlib.testing.auditing.dry_watch import Watch
 from shardlib.testing.auditing.dry_world import foreign_world
-from shardlib.testing.auditing.foreign import plan_of
+from shardlib.testing.auditing.foreign import NO_SYNC_BATCH_NORM, check_meshes, check_shard, plan_of, wants
 from shardlib.testing.equivalence.case import default_loss
 
 __all__ = ["DryFinding", "DryReport", "DryWork", "Kept", "dry_audit"]
@@ -55,8 +54,8 @@ def dry_audit(
     Args:
         build: returns the model for one device. It is called with `meta` as the default device, and if that fails
             without.
-        shard: shards that model by its own means and returns it, or a tuple that has it; it is given the model, and
-            the `DeviceMesh` as `mesh` or `device_mesh`, or as its second argument.
+        shard: shards that model by its own means and returns it, or a tuple that has it; its first
+            parameter is the model, and `mesh` or `device_mesh` the `DeviceMesh`.
         mesh: names and sizes of the axes, such as "dp=512,tp=8".
         example: the batch of one data rank, or a function that returns it; tensors may be on `meta`.
         loss: a function (model, batch) -> scalar; by default the loss in the output, or a mean over its elements.
@@ -66,6 +65,7 @@ def dry_audit(
         PlanError: the code raises, needs a value of a tensor, uses a kernel without a shape function, or returns
             another model.
         MeshError: the mesh has no such rank, or an axis of unknown size or kind.
+        InputError: arguments of which nothing can be audited, or a mesh in another order than that of `shard`.
 
     Example:
         >>> from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
@@ -83,12 +83,13 @@ def dry_audit(
     with foreign_world(shape, rank, notes) as (device_mesh, on_cpu):
         fake = _fake_copy(model, mode)
         with _explained(f"shard={_named(shard)}", shape):
-            returned = shard(*_arguments(shard, fake, device_mesh))
+            returned = shard(**_arguments(shard, fake, device_mesh))
         whole = _model_in(returned, shard)
         inner = _inner(whole, fake, shapes)
         _without_values(inner, mode)
         on_cpu.sharding = False
         watch = Watch(Grid(shape, map(_ranks_of, _torch.process_groups())))
+        check_meshes(dict(inner.named_parameters()), shape)
         sharded = Sharded(inner, watch, shapes, ties)
         sharded.seed()
         with _explained("The training step", shape), _implicitly(), mode:
@@ -170,27 +171,17 @@ def _without_values(model: nn.Module, mode: Any) -> None:
                 setattr(module, name, made)
 
 
-def _arguments(shard: Callable[..., Any], model: nn.Module, mesh: Any) -> list[Any]:
-    """Return what `shard` is called with, by the names of its parameters.
-
-    Raises:
-        PlanError: it is no function, or asks for something that a dry audit does not have.
-    """
-    if not callable(shard):
-        raise PlanError(f"shard= was given as {_named(shard)}; give a function (model, mesh) -> model.")
-    asked = [
-        each
-        for each in inspect.signature(shard).parameters.values()
-        if each.default is each.empty and each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
-    ]
-    given = {"mesh": mesh, "device_mesh": mesh, "model": model}
-    unknown = [each.name for at, each in enumerate(asked) if at > 1 or each.name in ("folder", "path", "checkpoint")]
-    if not asked or [name for name in unknown if name not in given]:
-        raise PlanError(
-            f"shard={_named(shard)} takes ({', '.join(each.name for each in asked)}); a dry audit has a model and a "
-            "mesh for it, and no folder with values. Give a function (model, mesh) -> model."
+def _arguments(shard: Callable[..., Any], model: nn.Module, mesh: Any) -> dict[str, Any]:
+    """Return what `shard` is called with, as any audit calls it; but there is no folder with values."""
+    check_shard(shard)
+    given = {"model": model, "mesh": mesh}
+    asked = wants(shard)
+    if absent := [name for name, what in asked.items() if what not in given]:
+        raise InputError(
+            f"shard={_named(shard)} takes {absent[0]}, the folder of a checkpoint; a dry audit has no values to load. "
+            "Give a function (model, mesh) -> model."
         )
-    return [given.get(each.name, (model, mesh)[min(at, 1)]) for at, each in enumerate(asked)]
+    return {name: given[what] for name, what in asked.items()}
 
 
 def _model_in(returned: Any, shard: Any) -> nn.Module:
@@ -287,7 +278,8 @@ def _notes(sharded: Sharded, loss: torch.Tensor, shape: MeshShape, rank: int) ->
     local = sharded.watch.marks.read(_torch.local_of(loss) if isinstance(loss, DTensor) else loss)
     if over := [axis for axis in sharded.grid.axes(local) if axis in shape.model_axes]:
         yield f"The loss differs over {', '.join(over)}: each rank has that of its own part."
-    if unused := [name for name, each in sharded.names.items() if each.requires_grad and each.grad is None]:
+    idle = (name for name, each in sharded.names.items() if each.requires_grad and each.grad is None)
+    if unused := [name for name in idle if name not in sharded.withheld]:
         yield f"Parameters that get no gradient from this loss: {folded(unused)}."
     if sharded.watch.unknown:
         yield "Some collectives are over groups that do not follow the axes of the mesh; what they change is not known."
@@ -322,6 +314,8 @@ def _explained(what: str, shape: MeshShape) -> Iterator[None]:
 
 def _reason(error: BaseException) -> str:
     said = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
+    if "SyncBatchNorm" in said:
+        return NO_SYNC_BATCH_NORM
     if isinstance(error, _torch.fake_tensor_errors()) or "is not supported for tensor subclasses" in said:
         return (
             f"it reads the value of a tensor, which a dry audit does not have ({said}). Compute it on the device, take "

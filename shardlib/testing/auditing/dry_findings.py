@@ -176,18 +176,41 @@ class Sharded:
                 )
 
     def _gradients(self) -> Iterator[DryFinding]:
-        found: dict[str, list[str]] = {}
+        found: dict[tuple[str, str], list[str]] = {}
         trained = {name: each.grad for name, each in self.names.items() if each.grad is not None}
         for name, grad in trained.items():
-            apart = self._split(name) | self._split_by(grad) | self._unknown(name)
+            apart, local = self._split(name) | self._split_by(grad) | self._unknown(name), _local(grad)
+            for axis in self.grid.axes(self.watch.marks.read(local) - apart):
+                found.setdefault((axis, ""), []).append(name)
+            lost = {part: each.by for part, each in self.watch.marks.sums(local).items() if each.state == "lost"}
+            for axis, why in {(part.axis, why): None for part, why in lost.items() if part not in apart}:
+                found.setdefault((axis, why), []).append(name)
+        for name, (grad, scattered) in self.withheld.items():
+            apart = self._split(name) if scattered else self._split_by(grad)
+            switch = "set_requires_all_reduce" if scattered else "set_requires_gradient_sync"
             for axis in self.grid.axes(self.watch.marks.read(_local(grad)) - apart):
-                found.setdefault(axis, []).append(name)
-        for axis, names in found.items():
-            yield DryFinding("unreduced gradient", tuple(names), (axis,), self._unreduced(axis, names, len(trained)))
+                found.setdefault(
+                    (axis, f"{switch}(False) is left on; call it with True before the last pass of a step"), []
+                ).append(name)
+        for (axis, why), names in found.items():
+            whose = "every parameter" if len(names) == len(trained) + len(self.withheld) else folded(names)
+            text = self._no_sum(axis, whose, why) if why else self._unreduced(axis, whose)
+            yield DryFinding("unreduced gradient", tuple(names), (axis,), text)
 
-    def _unreduced(self, axis: str, names: Sequence[str], trained: int) -> str:
+    @functools.cached_property
+    def withheld(self) -> dict[str, tuple[torch.Tensor, bool]]:
+        """The gradients that fully_shard has not reduced yet, and whether it has scattered them."""
+        found = {id(each): (grad, scattered) for each, grad, scattered in _torch.withheld_gradients(self.model)}
+        return {name: found[id(each)] for name, each in self.names.items() if id(each) in found}
+
+    def _no_sum(self, axis: str, whose: str, why: str) -> str:
+        return (
+            f"the gradient of {whose} is not a sum over {self._of(axis)}, whose ranks hold the same parameter and "
+            f"compute gradients of their own: {why}"
+        )
+
+    def _unreduced(self, axis: str, whose: str) -> str:
         data = axis in self.mesh.data_axes
-        whose = "every parameter" if len(names) == trained else folded(names)
         cover = (
             f"give fully_shard, replicate or DDP a mesh or a group that has {axis}"
             if data

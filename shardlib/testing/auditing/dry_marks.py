@@ -9,28 +9,38 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Hashable, Mapping
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from shardlib.engine import _torch
 from shardlib.testing.auditing.dry_grid import NOTHING, Part, Parts
 
-__all__ = ["Marks"]
+__all__ = ["Marks", "Sum"]
 
 Range = tuple[int, int, Parts]
+
+
+class Sum(NamedTuple):
+    """A note on what a tensor is instead of a sum over a part of an axis, and what left it so.
+
+    The sum is still to be done, or one rank alone has it, or it is lost: what differed is alike, and was not summed.
+    """
+
+    state: Literal["pending", "on one rank", "lost"]
+    by: str
 
 
 class _Held:
     """The marks of one storage: those of ranges of its bytes, which do not overlap, and those of single views."""
 
-    __slots__ = ("pending", "ranges", "ref", "views")
+    __slots__ = ("ranges", "ref", "sums", "views")
 
     def __init__(self) -> None:
         self.ref: Any = None
         self.ranges: list[Range] = []
         self.views: dict[Hashable, Parts] = {}
-        self.pending: Mapping[Part, str] = {}
+        self.sums: Mapping[Part, Sum] = {}
 
 
 class Marks:
@@ -103,15 +113,15 @@ class Marks:
             views = self._hold(tensor).views
             views[_view(tensor)] = views.get(_view(tensor), NOTHING) | axes
 
-    def pending(self, tensor: torch.Tensor) -> Mapping[Part, str]:
-        """Return the axes over which a sum is still to be done, and the module that left it so."""
+    def sums(self, tensor: torch.Tensor) -> Mapping[Part, Sum]:
+        """Return the parts of axes over which a tensor is not the sum that it could be taken for."""
         held = self._held.get(id(_torch.storage_of(tensor)))
-        return held.pending if held is not None else {}
+        return held.sums if held is not None else {}
 
-    def set_pending(self, tensor: torch.Tensor, pending: Mapping[Part, str]) -> None:
-        """Note over which axes a sum is still to be done."""
-        if pending or self.pending(tensor):
-            self._hold(tensor).pending = pending
+    def set_sums(self, tensor: torch.Tensor, sums: Mapping[Part, Sum]) -> None:
+        """Note over which parts of axes a tensor is not a sum."""
+        if sums or self.sums(tensor):
+            self._hold(tensor).sums = sums
 
     def _put(self, tensor: torch.Tensor, start: int, end: int, axes: Parts) -> None:
         held = self._held.get(id(_torch.storage_of(tensor)))

@@ -8,6 +8,7 @@ they are found below autograd, in code that declares none, forward and backward 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -21,7 +22,7 @@ from shardlib._plan.report import RunPhase
 from shardlib.engine import _torch
 from shardlib.engine.feature.recording import Call
 from shardlib.testing.auditing.dry_grid import NOTHING, Grid, Part, Parts
-from shardlib.testing.auditing.dry_marks import Marks
+from shardlib.testing.auditing.dry_marks import Marks, Sum
 
 __all__ = ["Contradiction", "Misuse", "Watch", "Work"]
 
@@ -115,7 +116,7 @@ class Watch:
         self.made(local, mesh, placements)
         if left and phase == "forward":
             axes = NOTHING.union(*(self.along(mesh, dim) for dim in left))
-            self.marks.set_pending(local, dict.fromkeys(axes, module))
+            self.marks.set_sums(local, dict.fromkeys(axes, Sum("pending", module)))
 
     def _read(self, tensors: Iterable[torch.Tensor]) -> Parts:
         return NOTHING.union(*map(self.marks.read, tensors))
@@ -131,7 +132,7 @@ class Watch:
     def _compute(self, name: str, call: Call) -> None:
         written = _torch.written_to(call.op, call.args, call.kwargs)
         given = list(_operands(name, call))
-        pending = self._pending(name, call, given)
+        sums = self._sums(name, call, given)
         if len(given) == len(written) == 1 and given[0] is written[0]:
             return  # each element is changed by itself
         lists = call.args[:2] if name.startswith("_foreach") else ()
@@ -145,12 +146,10 @@ class Watch:
                 self._copy(given[0], tensor, lambda own: own)
             else:
                 self.marks.write(tensor, axes)
-            self.marks.set_pending(tensor, pending)
-        self._results(name, call, given, axes, pending)
+            self.marks.set_sums(tensor, sums)
+        self._results(name, call, given, axes, sums)
 
-    def _results(
-        self, name: str, call: Call, given: list[torch.Tensor], axes: Parts, pending: Mapping[Part, str]
-    ) -> None:
+    def _results(self, name: str, call: Call, given: list[torch.Tensor], axes: Parts, sums: Mapping[Part, Sum]) -> None:
         sources = {id(_torch.storage_of(tensor)): tensor for tensor in given}
         for tensor in _tensors(call.result):
             source = sources.get(id(_torch.storage_of(tensor)))
@@ -161,7 +160,7 @@ class Watch:
             else:
                 self.marks.write(tensor, axes)
             if source is None:
-                self.marks.set_pending(tensor, pending)
+                self.marks.set_sums(tensor, sums)
 
     def _copy(self, source: torch.Tensor, target: torch.Tensor, new: Callable[[Parts], Parts]) -> None:
         """Give a target the marks of a source, element by element from its first, as `new` changes them.
@@ -182,46 +181,65 @@ class Watch:
         kind, axes = call.collective.kind, self.grid.of_ranks(call.ranks)
         if not axes:
             self.unknown.add(call.collective.size)
-        after = _AFTER.get(kind, lambda before, over: before)
+        after = functools.partial(_AFTER.get(kind, lambda before, _: before), axes=axes)
         written = _received(call)
         inputs = [each for each in _tensors(call.args, call.kwargs) if not any(each is one for one in written)]
-        if written and not inputs:  # in place
-            for tensor in written:
-                ranges = self.marks.ranges(tensor)
-                self.marks.write(tensor, after(NOTHING, axes))
-                for first, last, before in ranges:
-                    self.marks.write_range(tensor, first, last, after(before, axes))
-                self._less_pending(kind, axes, tensor, tensor)
-        elif len(written) == len(inputs) == 1:
-            self._copy(inputs[0], written[0], lambda before: after(before, axes))
+        targets = written or list(_tensors(call.result))
+        inputs = inputs or targets  # in place
+        pairs = list(zip(inputs, targets, strict=True)) if len(inputs) == len(targets) else []
+        sums = [self._sums_after(call, axes, source) for source, _ in pairs]
+        if written and (len(pairs) == 1 or inputs is written):
+            for source, target in pairs:
+                self._copy(source, target, after)
         else:
-            found, results = after(self._read(inputs), axes), written or list(_tensors(call.result))
-            for tensor in results:
-                self.marks.write(tensor, found)
-            if len(results) == len(inputs):
-                for source, tensor in zip(inputs, results, strict=True):
-                    self._less_pending(kind, axes, source, tensor)
+            found = after(self._read(inputs))
+            for target in targets:
+                self.marks.write(target, found)
+        for (_, target), left in zip(pairs, sums, strict=True):
+            self.marks.set_sums(target, left)
 
-    def _less_pending(self, kind: str, axes: Parts, source: torch.Tensor, target: torch.Tensor) -> None:
-        done = axes if kind in ("all_reduce", "reduce_scatter") else NOTHING
-        left = {axis: module for axis, module in self.marks.pending(source).items() if axis not in done}
-        self.marks.set_pending(target, left)
+    # --- sums -----------------------------------------------------------------------------------------------------
 
-    # --- sums that are to be done ---------------------------------------------------------------------------------
+    def _sums_after(self, call: Call, axes: Parts, source: torch.Tensor) -> Mapping[Part, Sum]:
+        """Return what a collective leaves of sums. What it makes alike in backward, and does not sum, is lost."""
+        assert call.collective is not None
+        kind, before = call.collective.kind, self.marks.sums(source)
+        by = _torch.reduction_of({**_torch.named_arguments(call.op, call.args), **call.kwargs})
+        if kind not in ("broadcast", "gather") and not by:
+            return before
+        left = {part: each for part, each in before.items() if part not in axes or each.state == "lost"}
+        differs = {part for part in axes & self.marks.read(source) if part not in before or kind != "broadcast"}
+        if kind == "gather" or (kind == "reduce" and by in _SUMS):
+            return dict.fromkeys(differs, Sum("on one rank", kind)) | left
+        if by in _SUMS or not _in_backward(call):
+            return left
+        how = (
+            f"{kind} takes their {by}" if by else "broadcast gives all that of one rank"
+        ) + "; reduce it by SUM or AVG"
+        return dict.fromkeys(differs, Sum("lost", how)) | left
 
-    def _pending(self, name: str, call: Call, given: Sequence[torch.Tensor]) -> Mapping[Part, str]:
-        """Return the sums that a result leaves to be done. Only linear ops may leave them."""
-        pending = [(tensor, self.marks.pending(tensor)) for tensor in given]
-        summands = [each for _, each in pending if each]
-        if not summands:
+    def _sums(self, name: str, call: Call, given: Sequence[torch.Tensor]) -> Mapping[Part, Sum]:
+        """Return what the result of an op is instead of a sum. Only linear ops may be given a pending one."""
+        known = [(tensor, sums) for tensor in given if (sums := self.marks.sums(tensor))]
+        if not known:
             return {}
         module, phase = call.place()
-        merged = {axis: by for each in summands for axis, by in each.items()}
-        if phase != "forward" or _is_linear(name, len(summands), len(pending)):
+        merged = {part: each for _, sums in known for part, each in sums.items()}
+        if phase == "backward":
+            largest = max(tensor.numel() for tensor in given)
+            is_gradient = "_backward" in name or name in ("mm", "bmm") or name in _LINEAR
+            is_gradient |= name in _BILINEAR and any(tensor.numel() == largest for tensor, _ in known)  # else a scale
+            return {part: each for part, each in merged.items() if each.state != "pending"} if is_gradient else {}
+        if _is_linear(name, len(known), len(given)):
             return merged
-        for axis, by in merged.items():
-            self.misuses[Misuse(axis, by, name, module)] = None
+        for part, each in merged.items():
+            self.misuses[Misuse(part, each.by, name, module)] = None
         return {}
+
+
+def _in_backward(call: Call) -> bool:
+    """Tell whether a call is of backward itself, in which autograd turns gradients off; not of a recomputed forward."""
+    return call.place()[1] == "backward" and not torch.is_grad_enabled()
 
 
 def _is_linear(name: str, summands: int, operands: int) -> bool:
@@ -238,6 +256,7 @@ _LINEAR = frozenset((
     "lift_fresh", "add", "add_", "sub", "sub_",
 ))
 _BILINEAR = frozenset(("mul", "mul_", "div", "div_", "mm", "bmm"))
+_SUMS = frozenset(("SUM", "AVG", "PREMUL_SUM"))
 
 # Ops whose results do not depend on the values of their operands.
 _NO_VALUES = frozenset((

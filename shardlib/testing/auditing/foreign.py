@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from shardlib._mesh import mesh as make_mesh
 from shardlib._mesh_shape import MeshShape
 from shardlib._plan import Plan
+from shardlib.engine import _torch
 from shardlib.errors import InputError, ShardlibError, nearest
 from shardlib.testing.auditing.hosts import Host, host_of
 
 __all__ = [
+    "NO_SYNC_BATCH_NORM",
     "RaisedAlone",
     "call_shard",
+    "check_meshes",
     "check_shard",
     "first_line",
     "modules_of",
@@ -28,6 +34,10 @@ __all__ = [
     "wants",
 ]
 
+NO_SYNC_BATCH_NORM = (
+    "SyncBatchNorm has no kernel for CPUs. Audit the model without convert_sync_batchnorm; an audit on ranks then says "
+    "where the statistics of each rank's own rows matter."
+)
 _MESHES = ("mesh", "device_mesh", "world_mesh")
 _FOLDERS = ("folder", "path", "checkpoint", "model_path", "checkpoint_path", "pretrained")
 _MODELS = ("model", "module", "net")
@@ -51,13 +61,14 @@ def wants(shard: Callable[..., Any]) -> dict[str, str]:
     found: dict[str, str] = {}
     for parameter in inspect.signature(shard).parameters.values():
         name, optional = parameter.name, parameter.default is not parameter.empty
+        known = name.lstrip("_")  # of a parameter that is not used
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
-        if name in _MESHES:
+        if known in _MESHES:
             found[name] = "mesh"
-        elif name in _FOLDERS:
+        elif known in _FOLDERS:
             found[name] = "folder"
-        elif name in _MODELS or (not found and not optional):
+        elif known in _MODELS or (not found and not optional):
             found[name] = "model"
         elif not optional:
             raise InputError(
@@ -75,12 +86,45 @@ def check_shard(shard: Any) -> None:
         InputError: it cannot, or takes neither a model nor a folder.
     """
     if not callable(shard) or isinstance(shard, nn.Module):
-        raise InputError(f"audit() was given shard={type(shard).__name__}; give a function (model, mesh) -> model.")
+        raise InputError(f"shard= was given as a {type(shard).__name__}; give a function (model, mesh) -> model.")
     if not {"model", "folder"} & set(wants(shard).values()):
         raise InputError(
             "shard= takes neither a model nor the folder of a checkpoint. Let its first parameter be the model, or "
             "call one `folder`."
         )
+
+
+def check_meshes(tensors: Mapping[str, torch.Tensor], mesh: MeshShape) -> None:
+    """Check that each axis of DTensors' meshes has the ranks of the axis of that name of the audit's mesh.
+
+    Raises:
+        InputError: it has others: `shard` numbers the ranks in another order.
+    """
+    rank = dist.get_rank()
+    for name, tensor in tensors.items():
+        own = tensor.device_mesh if isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() else None
+        for axis in (own.mesh_dim_names or ()) if own is not None else ():
+            if own is None or axis not in mesh:
+                continue
+            found, expected = sorted(dist.get_process_group_ranks(own.get_group(axis))), _ranks_along(mesh, axis, rank)
+            if found != expected:
+                root = _torch.root_mesh(own)
+                order = ",".join(f"{a}={n}" for a, n in zip(root.mesh_dim_names or (), root.shape, strict=False))
+                raise InputError(
+                    f'On mesh "{mesh}" rank {rank} is on {axis} with ranks {_first(expected)}; the mesh of "{name}", '
+                    f'"{order}", has it with {_first(found)}. Give the axes in the order of the mesh that shard= '
+                    f'makes: "{order}".'
+                )
+
+
+@functools.cache
+def _ranks_along(mesh: MeshShape, axis: str, rank: int) -> list[int]:
+    here = mesh.coordinate(rank)
+    return sorted(each for each in mesh.ranks if {**mesh.coordinate(each), axis: here[axis]} == here)
+
+
+def _first(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks[:4])) + ", ..." * (len(ranks) > 4)
 
 
 def save_checkpoint(model: nn.Module, folder: Path) -> None:
@@ -94,16 +138,8 @@ def save_checkpoint(model: nn.Module, folder: Path) -> None:
 
 def call_shard(shard: Callable[..., Any], model: nn.Module, mesh: MeshShape, folder: Path) -> Host:
     """Call `shard`, and return the host of what it returns."""
-    arguments: dict[str, Any] = {}
-    for name, what in wants(shard).items():
-        match what:
-            case "model":
-                arguments[name] = model
-            case "mesh":
-                arguments[name] = make_mesh(mesh)
-            case _:
-                arguments[name] = str(folder)
-    made = shard(**arguments)
+    make = {"model": lambda: model, "mesh": lambda: make_mesh(mesh), "folder": lambda: str(folder)}
+    made = shard(**{name: make[what]() for name, what in wants(shard).items()})
     if made is None:
         raise InputError(
             "shard= returned nothing; it has to return the sharded model, also where it changes it in place."

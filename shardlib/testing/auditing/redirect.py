@@ -3,16 +3,11 @@ changed."""
 
 from __future__ import annotations
 
-import functools
-import importlib
 import inspect
 import os
 import re
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from importlib.util import find_spec
-from pathlib import Path
 from types import FrameType
 from typing import Any
 from unittest import mock
@@ -20,23 +15,23 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.overrides import TorchFunctionMode
 
 from shardlib.engine._torch import TorchDispatchMode
 from shardlib.testing.auditing.accelerators import answers
-from shardlib.testing.auditing.hosts import begin_anew
 
-__all__ = ["Collectives", "Redirected", "libraries_redirected", "redirected"]
+__all__ = ["ACCELERATOR", "BACKENDS", "FLOATS", "Collectives", "Original", "Redirected", "redirected"]
 
-_ACCELERATOR = re.compile(r"(cuda|hip|xpu|npu|hpu|mps|gpu)(:\d+)?")
-_BACKENDS = re.compile(r"nccl|rccl|xccl|hccl|cpu:gloo,cuda:nccl")
-_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+ACCELERATOR = re.compile(r"(cuda|hip|xpu|npu|hpu|mps|gpu)(:\d+)?")
+BACKENDS = re.compile(r"nccl|rccl|xccl|hccl|cpu:gloo,cuda:nccl")
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _CASTS: dict[Any, str] = {torch.Tensor.half: "float16", torch.Tensor.bfloat16: "bfloat16", torch.Tensor.float: ""}
 _MOVES = {torch.Tensor.cuda, torch.Tensor.xpu}
 _DROPS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout}
-_BY_NAME = frozenset({*_CASTS, *_MOVES, *_DROPS, torch.device, torch.Tensor.to})
+_BY_NAME = frozenset({*_CASTS, *_MOVES, *_DROPS, torch.device, torch.Tensor.to, torch.Tensor.backward})
 _BY_ARGUMENT = frozenset({torch.dtype, torch.device})
 
 
@@ -71,6 +66,9 @@ class Redirected(TorchFunctionMode):
             return args[0]
         if func in _DROPS:
             return self._undropped(func, args, kwargs)
+        if func is torch.Tensor.backward:
+            again = args[0].numel() == 1 and kwargs["inputs"] is None
+            return self._backward(args[0], **kwargs) if again else func(*args, **kwargs)
         if func is torch.device:
             made = func(*args, **kwargs)
             return made if _is_torch(inspect.currentframe()) else self._device(made)
@@ -88,7 +86,7 @@ class Redirected(TorchFunctionMode):
     def _argument(self, value: Any) -> Any:
         kind = type(value)
         if kind is torch.dtype:
-            if value in _FLOATS:
+            if value in FLOATS:
                 self._cast("" if value is torch.float32 else str(value).removeprefix("torch."))
                 return torch.float64
         elif kind is torch.device:
@@ -98,7 +96,7 @@ class Redirected(TorchFunctionMode):
     def _device(self, value: Any) -> Any:
         """Return the CPU for an accelerator, for its name or its number."""
         kind = type(value)
-        named = kind is str and _ACCELERATOR.fullmatch(value)
+        named = kind is str and ACCELERATOR.fullmatch(value)
         if kind is int or named or (kind is torch.device and value.type not in ("cpu", "meta")):
             self.note("cuda: tensors stay on the CPU")
             return torch.device("cpu")
@@ -107,6 +105,16 @@ class Redirected(TorchFunctionMode):
     def _cast(self, dtype: str) -> None:
         if dtype:  # float32 is asked for by many models, in norms and losses; it says nothing of how they are trained
             self.note(f"{dtype}: everything is computed in float64")
+
+    def _backward(self, loss: torch.Tensor, gradient: Any, inputs: Any, **kwargs: Any) -> None:
+        """Run a backward pass inside the block, where checkpointing computes again what it computed there.
+
+        No mode is in force while a function that it was called for runs; an edge in the place of the loss calls none.
+        """
+        gradient = torch.ones_like(loss) if gradient is None else gradient
+        edge = get_gradient_edge(loss)
+        with self:
+            torch.autograd.backward(edge, gradient, **kwargs)
 
     def _undropped(self, func: Any, args: Any, kwargs: Any) -> Any:
         p = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
@@ -154,34 +162,13 @@ def redirected() -> Iterator[Redirected]:
         for owner, name, answer in answers():
             stack.enter_context(mock.patch.object(owner, name, answer))
         # Without it, Accelerate does not see the other ranks of a machine that has no accelerator.
-        stack.enter_context(mock.patch.dict(os.environ, ACCELERATE_USE_CPU="true"))
+        stack.enter_context(mock.patch.dict(os.environ, ACCELERATE_USE_CPU="true", DS_ACCELERATOR="cpu"))
         torch.set_default_dtype(torch.float64)
         stack.callback(torch.set_default_dtype, default)
         torch.compiler.set_stance("force_eager")
         stack.callback(torch.compiler.set_stance, "default")
         stack.enter_context(mode)
         yield mode
-
-
-@contextmanager
-def libraries_redirected(mode: Redirected, function: Callable[..., Any]) -> Iterator[None]:
-    """Redirect what libraries decide by themselves, inside the block: those that are imported by now, and those that
-    the file of a function names."""
-    with ExitStack() as stack:
-        for module, owner, name, make in _OF_LIBRARIES:
-            if module in sys.modules or _names(function, module.partition(".")[0]):
-                found = getattr(importlib.import_module(module), owner)
-                stack.enter_context(mock.patch.object(found, name, make(vars(found)[name], mode)))
-        yield
-
-
-def _names(function: Callable[..., Any], library: str) -> bool:
-    """Return whether the file of a function imports a library that is there."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    file = Path(getattr(getattr(function, "__code__", None), "co_filename", ""))
-    text = file.read_text(errors="replace") if file.is_file() else ""
-    return bool(re.search(rf"^\s*(import|from) {library}\b", text, re.MULTILINE)) and find_spec(library) is not None
 
 
 Original = Callable[..., Any]
@@ -199,7 +186,7 @@ def _init_process_group(original: Original, mode: Redirected) -> Original:
 
 def _new_group(original: Original, mode: Redirected) -> Original:
     def new_group(*args: Any, **kwargs: Any) -> Any:
-        if _BACKENDS.search(str(kwargs.get("backend") or "")):
+        if BACKENDS.search(str(kwargs.get("backend") or "")):
             kwargs["backend"] = None
         return original(*args, **kwargs)
 
@@ -207,13 +194,13 @@ def _new_group(original: Original, mode: Redirected) -> Original:
 
 
 def _backend(args: Any, kwargs: Any) -> str:
-    found = _BACKENDS.search(str(args[0] if args else kwargs.get("backend") or ""))
+    found = BACKENDS.search(str(args[0] if args else kwargs.get("backend") or ""))
     return found[0] if found else ""
 
 
 def _mesh_init(original: Original, mode: Redirected) -> Original:
     def __init__(self: DeviceMesh, device_type: str, *args: Any, **kwargs: Any) -> None:
-        if _ACCELERATOR.fullmatch(device_type):
+        if ACCELERATOR.fullmatch(device_type):
             mode.note("cuda: meshes are of the CPU")
             device_type = "cpu"
         original(self, device_type, *args, **kwargs)
@@ -241,68 +228,6 @@ def _autocast_init(original: Original, mode: Redirected) -> Original:
     return __init__
 
 
-def _from_pretrained(original: Any, mode: Redirected) -> Any:
-    """Load in float64: threads, in which no mode of torch functions works, read the files."""
-
-    def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        for name in ("dtype", "torch_dtype"):
-            asked = kwargs.get(name)
-            if (asked if isinstance(asked, torch.dtype) else getattr(torch, str(asked), None)) in _FLOATS:
-                mode.note(f"{str(asked).removeprefix('torch.')}: everything is computed in float64")
-                kwargs[name] = torch.float64
-        return original.__func__(cls, *args, **kwargs)
-
-    return classmethod(from_pretrained)
-
-
-def _connector_init(original: Original, mode: Redirected) -> Original:
-    """Let Fabric's connector choose the CPU and float64."""
-
-    def __init__(self: Any, accelerator: Any = "auto", *args: Any, precision: Any = None, **kwargs: Any) -> None:
-        if isinstance(accelerator, str) and _ACCELERATOR.fullmatch(accelerator):
-            mode.note(f'Fabric(accelerator="{accelerator}"): it is "cpu"')
-            accelerator = "cpu"
-        if precision is not None:
-            mode.note(f'Fabric(precision="{precision}"): everything is computed in float64')
-            precision = "64-true"
-        original(self, accelerator, *args, precision=precision, **kwargs)
-
-    return __init__
-
-
-def _accelerator_state_init(original: Original, mode: Redirected) -> Original:
-    """Let Accelerate shard by FSDP2 where it is asked to.
-
-    On CPUs it wraps the model in DistributedDataParallel in place of that, without a word, and refuses a
-    `ParallelismConfig`.
-    """
-    from accelerate.state import PartialState
-    from accelerate.utils import DistributedType
-
-    begin_anew()
-
-    def __init__(self: Any, mixed_precision: Any = None, cpu: bool = False, *args: Any, **kwargs: Any) -> None:
-        if mixed_precision not in (None, "no"):
-            mode.note(f'Accelerator(mixed_precision="{mixed_precision}"): everything is computed in float64')
-            mixed_precision = "no"
-        asked = [name for name in ("fsdp_plugin", "parallelism_config") if kwargs.get(name) is not None]
-        if asked and not self.initialized:
-            mode.note("Accelerate is told of accelerators, on which alone it shards by FSDP2")
-            PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU
-        original(self, mixed_precision, True, *args, **kwargs)
-
-    return __init__
-
-
-def _bar_init(original: Original, mode: Redirected) -> Original:
-    """Draw no progress bars, of each rank, between the lines of a report."""
-
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        original.__get__(self)(*args, **{**kwargs, "disable": True})  # some libraries leave a partial method there
-
-    return __init__
-
-
 _REPLACED: tuple[tuple[Any, str, Callable[[Original, Redirected], Original]], ...] = (
     (dist, "init_process_group", _init_process_group),
     (dist.distributed_c10d, "init_process_group", _init_process_group),
@@ -310,11 +235,4 @@ _REPLACED: tuple[tuple[Any, str, Callable[[Original, Redirected], Original]], ..
     (DeviceMesh, "__init__", _mesh_init),
     (MixedPrecisionPolicy, "__init__", _policy_init),
     (torch.autocast, "__init__", _autocast_init),
-)
-
-_OF_LIBRARIES: tuple[tuple[str, str, str, Callable[[Any, Redirected], Any]], ...] = (
-    ("tqdm.std", "tqdm", "__init__", _bar_init),
-    ("transformers.modeling_utils", "PreTrainedModel", "from_pretrained", _from_pretrained),
-    ("lightning.fabric.connector", "_Connector", "__init__", _connector_init),
-    ("accelerate.state", "AcceleratorState", "__init__", _accelerator_state_init),
 )

@@ -65,8 +65,9 @@ def audit(
             of a batch.
         batch: makes the global batch of a pass, from a number: a tensor, a tuple of positional arguments, a mapping of
             keyword arguments, or (tuple, mapping). The same on every rank.
-        loss: (model, batch) -> scalar, a mean over rows or tokens. By default the `loss` of the model's output, else a
-            mean of all its elements.
+        loss: (model, batch) -> scalar, a mean over rows or tokens; or a sum over those of a rank, divided by the number
+            of all, whose values over data ranks then have to add up. By default the `loss` of the model's output, else
+            a mean of all its elements.
         optimizer: from parameters to an optimizer; by default the one that `shard` returns, else AdamW.
         split: (batch, index, count) -> the part of one data rank; rows of dim 0 by default.
         context: makes what forward and backward of the sharded model run in, such as `loss_parallel`.

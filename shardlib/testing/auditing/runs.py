@@ -4,7 +4,7 @@ do."""
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -14,9 +14,11 @@ from torch.distributed.tensor import DTensor
 
 from shardlib.engine._torch import pytree
 from shardlib.errors import InputError
+from shardlib.testing.auditing.foreign import check_meshes
 from shardlib.testing.auditing.hosts import Host
 from shardlib.testing.equivalence import parts
 from shardlib.testing.equivalence.case import Case
+from shardlib.testing.equivalence.trace import clean
 from shardlib.testing.equivalence.train import Run
 
 __all__ = ["UNCLIPPED", "ByRank", "HostRun", "StaleOptimizer", "remade"]
@@ -34,12 +36,13 @@ class HostRun(Run):
         rank_coordinate: parts.RankCoordinate,
         clip: Callable[[Any], torch.Tensor] | None = None,
         context: Callable[[], AbstractContextManager[Any]] | None = None,
+        shares: int = 1,
     ) -> None:
         self.context = context
         self.host, self.rank_coordinate, self.users_clip = host, rank_coordinate, clip
         self.rows_of_one_device: dict[str, int] = {}
-        super().__init__(case, host.model, rank_coordinate.data, sharded=True, made=host.optimizer)
-        self._check_mesh()
+        super().__init__(case, host.model, rank_coordinate.data, sharded=True, made=host.optimizer, shares=shares)
+        check_meshes(self.tensors()[0], rank_coordinate.mesh)
 
     @property
     def module(self) -> nn.Module:
@@ -50,23 +53,6 @@ class HostRun(Run):
     def plan(self) -> None:
         """None: nothing here was sharded by a plan."""
         return None
-
-    def _check_mesh(self) -> None:
-        """Check that the ranks of DTensors' meshes are in the order of the audit's mesh."""
-        mesh = self.rank_coordinate.mesh
-        for name, tensor in self.tensors()[0].items():
-            if not isinstance(tensor, DTensor):
-                continue
-            own = dict(
-                zip(tensor.device_mesh.mesh_dim_names or (), tensor.device_mesh.get_coordinate() or (), strict=False)
-            )
-            for axis, index in own.items():
-                if axis in mesh and self.rank_coordinate.coordinate[axis] != index:
-                    raise InputError(
-                        f'On mesh "{mesh}" this rank is at {axis}={self.rank_coordinate.coordinate[axis]}; the mesh '
-                        f'of "{name}" has it at {axis}={index}. Give the axes in the order of the mesh that shard= '
-                        f"makes: {tensor.device_mesh}."
-                    )
 
     def _randomness(self) -> AbstractContextManager[Any]:
         return nullcontext()
@@ -92,8 +78,8 @@ class HostRun(Run):
     def begin(self, step: int) -> None:
         self.host.zero_grad(self.optimizer)
 
-    def _backward(self, loss: torch.Tensor, _micro: int) -> None:
-        self.host.backward(loss)
+    def _backward(self, loss: torch.Tensor, micro: int) -> None:
+        self.host.backward(loss, last=micro == self.case.accumulate - 1)
 
     def clip(self) -> torch.Tensor | None:
         norm = self.case.clip
@@ -207,9 +193,9 @@ def _together(*of_ranks: Any) -> Any:
     return torch.cat(of_ranks) if of_ranks[0].ndim else torch.stack(of_ranks).mean()
 
 
-def _nth(optimizer: torch.optim.Optimizer, param: torch.Tensor, names: list[str]) -> str:
+def _nth(groups: Sequence[Mapping[str, Any]], param: torch.Tensor, names: list[str]) -> str:
     """Return the name of a parameter by its place among those of the optimizer, which has all of them in order."""
-    every = [id(p) for group in optimizer.param_groups for p in group["params"]]
+    every = [id(p) for group in groups for p in group["params"]]
     return names[every.index(id(param))] if len(every) == len(names) else "the first"
 
 
@@ -227,14 +213,14 @@ def remade(host: Host, sharded: HostRun, single: nn.Module) -> torch.optim.Optim
     if made is None:
         return None
     inner = getattr(made, "optimizer", made)
-    names = {id(p): name for name, p in host.tensors()[0].items()}
+    names = {id(p): clean(name) for name, p in host.module.named_parameters()}
     mine = dict(Run(sharded.case, single).tensors()[0])
-    groups = []
-    for group in inner.param_groups:
+    theirs, groups = host.groups(), []
+    for group in theirs:
         strange = [p for p in group["params"] if id(p) not in names]
         if strange:
             raise StaleOptimizer(
-                f"{len(strange)} parameters of the optimizer, such as {_nth(inner, strange[0], list(mine))}, are not "
+                f"{len(strange)} parameters of the optimizer, such as {_nth(theirs, strange[0], list(mine))}, are not "
                 "the sharded model's: it was made before sharding, and steps tensors that nothing computes with"
             )
         rest = {key: value for key, value in group.items() if key != "params"}

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import itertools
 import logging
+import math
 import os
 import pickle
 import time
@@ -32,6 +33,7 @@ from shardlib.testing import _carry
 from shardlib.testing.auditing import batches
 from shardlib.testing.auditing.advice import advice_on
 from shardlib.testing.auditing.foreign import (
+    NO_SYNC_BATCH_NORM,
     RaisedAlone,
     call_shard,
     check_shard,
@@ -42,7 +44,8 @@ from shardlib.testing.auditing.foreign import (
     wants,
 )
 from shardlib.testing.auditing.hosts import Host, NotOffered, NotReached
-from shardlib.testing.auditing.redirect import Collectives, libraries_redirected, redirected
+from shardlib.testing.auditing.libraries import libraries_redirected
+from shardlib.testing.auditing.redirect import Collectives, redirected
 from shardlib.testing.auditing.report import AuditReport, Check
 from shardlib.testing.auditing.runs import UNCLIPPED, ByRank, HostRun, StaleOptimizer, remade
 from shardlib.testing.equivalence import measure, parts
@@ -131,8 +134,8 @@ def run_on_rank(subject: Subject, packed: bytes, folder: str) -> AuditReport:
     journal = Journal(Path(folder))
     with redirected() as mode, warnings.catch_warnings(record=True) as heard, _quiet(), ExitStack() as stack:
         warnings.simplefilter("always")
+        stack.enter_context(libraries_redirected(mode))
         functions = _carry.load(packed)
-        stack.enter_context(libraries_redirected(mode, functions["shard"]))
         stages = _Stages(subject, functions, journal, stack)
         try:
             for check in stages.checks():
@@ -174,6 +177,7 @@ class _Stages:
         self.weighted = False  # whether one device works as data ranks do
         self.parted = False  # whether the last check found ranks that differ in what they have in common
         self.clips = True  # whether the host's clipping works
+        self.shares = 1  # the number of data ranks whose losses add up to one device's
         coordinate = subject.mesh.coordinate(dist.get_rank())
         self.rank_coordinate = parts.RankCoordinate(subject.mesh, coordinate)
 
@@ -229,10 +233,7 @@ class _Stages:
             where = "" if len(ranks) == len(said) else f"on rank {', '.join(map(str, ranks))} alone: "
             text = f"{where}{said[ranks[0]]}"
             if "SyncBatchNorm" in text:
-                raise InputError(
-                    "SyncBatchNorm has no kernel for CPUs. Audit the model without convert_sync_batchnorm: the report "
-                    "then says where the statistics of each rank's own rows matter."
-                )
+                raise InputError(NO_SYNC_BATCH_NORM)
             yield Check(name, "raised", text, advice=self._advice(name, None, text))
         else:
             yield from found
@@ -263,7 +264,9 @@ class _Stages:
         host = call_shard(self.functions["shard"], given, self.subject.mesh, folder)
         self.random = torch.get_rng_state()
         self.stack.enter_context(taken_for_model_axes(_axes_of(host)))
-        self.sharded = HostRun(self.case, host, self.rank_coordinate, self.functions["clip"], self.functions["context"])
+        self.sharded = HostRun(
+            self.case, host, self.rank_coordinate, self.functions["clip"], self.functions["context"], self.shares
+        )
         try:
             self.alone = Run(self.case, self.single, made=self._optimizer(host, self.single))
         except StaleOptimizer as stale:
@@ -290,7 +293,7 @@ class _Stages:
         run = Run(self.case, _torch.copied(self.single))
         try:
             with Collectives() as seen:
-                run.loss_of(self.case.batch(0))
+                whole = run.loss_of(self.case.batch(0))
         except InputError:
             raise
         except (Exception, SystemExit) as error:
@@ -304,6 +307,20 @@ class _Stages:
                 "would count what one device has once for each rank. Let shard= put that into the sharded model, and "
                 "loss= be the loss of one device."
             )
+        self.shares = self._shares_of(whole.item())
+
+    def _shares_of(self, whole: float) -> int:
+        """Return the number of data ranks if the losses of their rows add up to the loss of all rows on one device: a
+        sum, divided by the number of all tokens."""
+        ranks = self.rank_coordinate.data[1]
+        runs = [Run(self.case, _torch.copied(self.single), (index, ranks)) for index in range(ranks)]
+        try:
+            of_rows = [run.loss_of(self.case.batch(0)).item() for run in runs]
+        except InputError:
+            raise
+        except Exception:
+            return 1  # the sharded model is given these rows as well, and the report has what it raises then
+        return ranks if math.isclose(math.fsum(of_rows), whole, rel_tol=1e-9) else 1
 
     def _optimizer(self, host: Host, single: nn.Module) -> torch.optim.Optimizer | None:
         """Return the optimizer that `shard` made, for one device; None where it is the case's."""
@@ -337,17 +354,16 @@ class _Stages:
         if check.verdict == "wrong" and self.parted:
             said = f"{check.said}; ranks differ between each other"
             return [dataclasses.replace(check, said=said, advice=self._advice(name, check.origin, said))]
-        if check.verdict == "right" and (said := self._turned()):
-            return [dataclasses.replace(check, verdict="wrong", said=said, advice=self._advice(name, None, said))]
-        return [check]
-
-    def _turned(self) -> str:
-        """Describe parameters that are trained in the sharded model and not on one device, or the reverse."""
+        if check.verdict != "right":
+            return [check]
         ours = {clean(n): p.requires_grad for n, p in self.sharded.module.named_parameters()}
         turned = {n: ours[n] for n, p in self.start.named_parameters() if n in ours and ours[n] != p.requires_grad}
         frozen, trained = [n for n in turned if not turned[n]], [n for n in turned if turned[n]]
-        told = "not trained any more" if frozen else "trained now, and not on one device"
-        return f"{len(frozen or trained)} are {told} (requires_grad): {_few(frozen or trained)}" if turned else ""
+        if frozen:
+            said = f"{len(frozen)} are not trained any more (requires_grad): {_few(frozen)}"
+            return [dataclasses.replace(check, verdict="wrong", said=said, advice=self._advice(name, None, said))]
+        told = f"; {_few(trained)}: requires_grad, and not on one device" if trained else ""
+        return [dataclasses.replace(check, said=f"{check.said}{told}")]
 
     def _names(self) -> str:
         """Describe tensors that sharding has lost, made anew, untied, or left without values."""
@@ -481,7 +497,8 @@ class _Stages:
             run.begin(0)
         for micro in range(case.accumulate):
             self.alone.forward_backward(0, micro)
-        accumulate(self.sharded.host.returned, self.sharded.parts_of(map(case.batch, range(case.accumulate))))
+        with self.sharded.host.accumulating():
+            accumulate(self.sharded.host.returned, self.sharded.parts_of(map(case.batch, range(case.accumulate))))
         notes = Notes(both)
         notes.gradients(0)
         return notes
@@ -604,7 +621,7 @@ class _Stages:
             limit = limits(case, measured)
             failed = wrong(measured, limit)
             compared += len(measured.errors)
-            if self.weighted and failed and all(key[1] == "buffer" for key in failed):
+            if failed and all(key[1] == "buffer" and self._is_of_rank(key[2]) for key in failed):
                 continue  # statistics of each rank's own rows, which some libraries take from the first rank
             if failed or measured.replicas:
                 check = self._check("optimizer steps", measured, limit, measured.errors, failed, False)
@@ -647,8 +664,12 @@ class _Stages:
                 agree.exchange_unequal({name: agree.fingerprint(tensor) for name, tensor in full.items()}, self.control)
                 or []
             )
-            self.held = full, [name for name in full if len({of_rank.get(name) for of_rank in marks}) > 1]
+            parted = [name for name in full if len({of_rank.get(name) for of_rank in marks}) > 1]
+            self.held = full, [name for name in parted if not self.sharded.host.is_of_rank(name)]
         return self.held
+
+    def _is_of_rank(self, buffer: str) -> bool:
+        return self.weighted or self.sharded.host.is_of_rank(buffer)
 
     def _statistics(self) -> list[str]:
         """Return buffers that hold statistics of each rank's own rows: a checkpoint has those of one rank."""
@@ -721,9 +742,9 @@ class _Stages:
         read = self.host.read(folder, lambda: single_device(self.case)) if load is None else self._read(load, folder)
         by = self.host.saves if save is None else save.__name__
         full = {name: tensor for name, tensor in self._held()[0].items() if name not in self._statistics()}
-        got = {**dict(read.named_parameters()), **dict(read.named_buffers())}
-        kept = set(read.state_dict())
-        return [self._same("save for one device", full, {n: t for n, t in got.items() if n in kept}, by)]
+        kept = set(read.state_dict())  # whose parameters may have names of their own there
+        got = {**dict(read.named_parameters()), **{n: b for n, b in read.named_buffers() if n in kept}}
+        return [self._same("save for one device", full, got, by)]
 
     def _read(self, load: Callable[[str], Any], folder: Path) -> nn.Module:
         """Return the model that the user's own function loads, or whose state dict it loads."""

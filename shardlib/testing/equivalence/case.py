@@ -141,8 +141,8 @@ class Case:
             )
         if isinstance(made, torch.optim.LBFGS):
             raise InputError(
-                "optimizer= returned LBFGS, which runs the model several times a step through a closure. equivalent() "
-                "compares one backward pass after another: prove the model with another optimizer."
+                "optimizer= returned LBFGS, which runs the model several times a step through a closure. One "
+                "backward pass is compared after another: give another optimizer."
             )
         return made
 
@@ -207,7 +207,7 @@ def default_loss(model: nn.Module, batch: Any) -> torch.Tensor:
     if not leaves:
         raise InputError(
             f"The model's output ({type(output).__name__}) has neither a loss nor a floating-point tensor. Give "
-            "equivalent() a loss=: a function (model, batch) -> scalar tensor, a mean over the rows of the batch."
+            "loss=: a function (model, batch) -> scalar tensor, a mean over the rows of the batch."
         )
     return torch.stack([_spread(leaf) for leaf in leaves]).sum()
 

@@ -359,7 +359,8 @@ def _of_losses(both: Twins, key: Key, measured: Measured, made: list[list[torch.
     case = both.case
     if not _has_ranks(both):
         return Origin("", what, step, measured.errors[key])
-    alone = Run(case, both.single.model, both.rank_coordinate.data)
+    shares = both.sharded.shares if isinstance(both.sharded, Run) else 1
+    alone = Run(case, both.single.model, both.rank_coordinate.data, shares=shares)
     of_rows = [alone.forward_backward(step, micro) for micro in range(case.accumulate)]
     mine = [(float(got), float(want), float(expected)) for (want, got), expected in zip(made, of_rows, strict=True)]
     every = agree.exchange(mine)

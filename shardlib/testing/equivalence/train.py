@@ -68,6 +68,7 @@ class Run:
     Attributes:
         rows: (index, count) of the rows that this run sees of a global batch.
         made: its optimizer, where it is not the case's.
+        shares: the number of data ranks whose losses add up to that of all rows; 1 where their mean is it.
         batch: the global batch that it was given last.
         output: the result of the last forward.
     """
@@ -77,6 +78,7 @@ class Run:
     rows: tuple[int, int] = (0, 1)
     sharded: bool = False
     made: torch.optim.Optimizer | None = None
+    shares: int = 1
     batch: Any = None
     output: Any = None
 
@@ -110,7 +112,10 @@ class Run:
             self.case.before_step(self.model, step)
 
     def forward_backward(self, step: int, micro: int) -> torch.Tensor:
-        """Run one backward pass, accumulated; return the loss over this run's rows, divided by the number of passes."""
+        """Run one backward pass, accumulated; return the loss over this run's rows, divided by the number of passes.
+
+        Losses that add up to that of all rows are multiplied by their number, so that the mean of them is it.
+        """
         case = self.case
         index = step * case.accumulate + micro
         self.batch = _checked(case.batch(index), index)
@@ -126,15 +131,15 @@ class Run:
             self._refuse_streams_of_its_own(before)
             self._check_gradients(share)
             self._backward(whole if self.averages else share, micro)
-        return share.detach()
+        return share.detach() * self.shares
 
     def _backward(self, loss: torch.Tensor, _micro: int) -> None:
         loss.backward()
 
     def loss_of(self, batch: Any) -> torch.Tensor:
-        """Run the forward alone; return the loss over this run's rows of a global batch."""
+        """Run the forward alone; return the loss over this run's rows of a global batch, as `forward_backward` does."""
         self.batch = batch
-        return _scalar((self.case.loss or default_loss)(self.model, self._part_of(batch)))
+        return _scalar((self.case.loss or default_loss)(self.model, self._part_of(batch))) * self.shares
 
     def _part_of(self, batch: Any) -> Any:
         """Return this run's rows of a global batch, in the dtype of its parameters."""
@@ -167,13 +172,13 @@ class Run:
                 else "it does not depend on the model's output, or was detached from it"
             )
             raise InputError(
-                f"The loss has no gradient on the single device: {why}. equivalent() compares training; give it "
+                f"The loss has no gradient on the single device: {why}. Give "
                 "something that trains, and a loss= that is computed from what the model returns."
             )
         if not self.sharded and self.case.dtype is torch.float64 and not torch.isfinite(loss):
             raise InputError(
                 f"The loss is {loss.item()} on the single device, with which nothing can be compared. Give "
-                "equivalent() a model, batches and a loss= that are finite."
+                "a model, batches and a loss= that are finite."
             )
 
     @contextmanager
@@ -183,10 +188,10 @@ class Run:
             yield
         except Exception as error:
             if self.sharded:
-                error.add_note(f"equivalent(): in the sharded run, step {step}; the single device's step went through.")
+                error.add_note(f"In the sharded run, step {step}; the single device's step went through.")
             elif not isinstance(error, ShardlibError):
                 error.add_note(
-                    f"equivalent(): on the single device, step {step}: the model fails on this batch and loss before "
+                    f"On the single device, step {step}: the model fails on this batch and loss before "
                     "anything is sharded. Make it run without shardlib first."
                 )
             raise

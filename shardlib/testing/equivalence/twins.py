@@ -112,8 +112,8 @@ def single_device(case: Case) -> nn.Module:
         raise InputError(f"model= returned a {type(model).__name__}; it has to make an nn.Module.")
     if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
         raise InputError(
-            "model= made a model on the meta device, which has no values to compare. Make it on CPU; equivalent() "
-            "shards it."
+            "model= made a model on the meta device, which has no values to compare. Make it on CPU; it is sharded "
+            "afterwards."
         )
     return in_dtype(model, case.dtype)
 

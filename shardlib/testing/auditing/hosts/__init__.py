@@ -6,14 +6,18 @@ from typing import Any
 
 from shardlib.testing.auditing.hosts._host import Host, NotOffered, NotReached
 from shardlib.testing.auditing.hosts.accelerate import Accelerate, begin_anew
+from shardlib.testing.auditing.hosts.deepspeed import DeepSpeed, forget_groups
 from shardlib.testing.auditing.hosts.lightning import Lightning
+from shardlib.testing.auditing.hosts.torchtitan import Torchtitan
 from shardlib.testing.auditing.hosts.transformers import Transformers
 
-__all__ = ["Host", "NotOffered", "NotReached", "begin_anew", "host_of"]
+__all__ = ["Host", "NotOffered", "NotReached", "begin_anew", "forget_groups", "host_of"]
 
 HOSTS: tuple[type[Host], ...] = (
     Accelerate,
     Lightning,
+    DeepSpeed,
+    Torchtitan,
     Transformers,
     Host,
 )  # the first that takes what `shard` returned

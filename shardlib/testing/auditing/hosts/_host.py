@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -90,6 +91,10 @@ class Host:
         """Return parameters and buffers by their names on one device."""
         return named_tensors(self.model)
 
+    def is_of_rank(self, buffer: str) -> bool:
+        """Return whether a buffer counts what each rank sees, and may differ between ranks."""
+        return False
+
     def gradients(self) -> dict[str, torch.Tensor | None]:
         return {name: p.grad for name, p in self.tensors()[0].items()}
 
@@ -101,6 +106,11 @@ class Host:
             for key, value in optimizer.state.get(p, {}).items()  # type: ignore[call-overload]
             if isinstance(value, torch.Tensor)
         }
+
+    def groups(self) -> Sequence[Mapping[str, Any]]:
+        """Return the groups of the optimizer that `shard` returned, of the model's parameters."""
+        made: Any = self.optimizer
+        return getattr(made, "optimizer", made).param_groups  # type: ignore[no-any-return]
 
     def used(self) -> Iterator[str]:
         """Iterate over the names of the host's interfaces that sharded the model."""
@@ -120,8 +130,13 @@ class Host:
 
     # Training
 
-    def backward(self, loss: torch.Tensor) -> None:
+    def backward(self, loss: torch.Tensor, *, last: bool = True) -> None:
+        """Run a backward pass; `last` is whether a step follows, and no other pass."""
         loss.backward()
+
+    def accumulating(self) -> AbstractContextManager[None]:
+        """Return a context in which the user's own loop runs the backward passes of a step."""
+        return nullcontext()
 
     def clip(self, optimizer: torch.optim.Optimizer, norm: float) -> torch.Tensor | None:
         """Clip all gradients to a norm; return the norm that they had, None where the library does not tell it."""

@@ -36,7 +36,7 @@ class Accelerate(Host):
         yield f"Accelerator ({self.accelerator.distributed_type.value})"
         yield from super().used()
 
-    def backward(self, loss: torch.Tensor) -> None:
+    def backward(self, loss: torch.Tensor, *, last: bool = True) -> None:
         self.accelerator.backward(loss * self.accelerator.gradient_accumulation_steps)  # by which it divides
 
     def clip(self, optimizer: torch.optim.Optimizer, norm: float) -> torch.Tensor | None:

@@ -45,7 +45,7 @@ class Lightning(Host):
     def used(self) -> Iterator[str]:
         yield type(self.fabric.strategy).__name__
 
-    def backward(self, loss: torch.Tensor) -> None:
+    def backward(self, loss: torch.Tensor, *, last: bool = True) -> None:
         self.fabric.backward(loss)
 
     def clip(self, optimizer: torch.optim.Optimizer, norm: float) -> torch.Tensor | None:
