@@ -37,6 +37,11 @@ from .layout import (
 from .rules import (
     Rules as Rules,
 )
+from .weights import (
+    reshard as reshard,
+    stream_weights as stream_weights,
+    transfer as transfer,
+)
 from .transforms import (
     accumulate as accumulate,
     checkpoint_activations as checkpoint_activations,

@@ -107,7 +107,7 @@ class Pair:
 
 @dataclass(frozen=True, eq=False)
 class Moves:
-    """What is sent, between which ranks, for tensors to lie in another way. A value; prints as a table, and goes to
+    """A value that says what is sent between ranks for tensors to lie in another way. It prints as a table, and goes to
     JSON. `Plan.moves_to` makes it.
 
     Attributes:
@@ -389,7 +389,7 @@ class _Grid:
 
     @functools.cached_property
     def _parts(self) -> dict[tuple[int, ...], list[Part]]:
-        """What each coordinate on the axes that cut the tensor holds."""
+        """The boxes that each coordinate on the axes that cut the tensor holds."""
         origin = dict.fromkeys(self.mesh.names, 0)
         found = {}
         for at in product(*(range(self.mesh[axis]) for axis in self.axes)):

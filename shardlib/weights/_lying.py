@@ -1,4 +1,4 @@
-"""How the tensors of models lie on the ranks of a job: what every rank must know of all to compute the same moves."""
+"""Describes how tensors of models lie on the ranks of a job, for every rank to compute the same moves."""
 
 from __future__ import annotations
 

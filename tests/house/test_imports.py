@@ -32,6 +32,7 @@ ROOMS = [
     ("engine",),
     ("optim",),
     ("checkpoint",),
+    ("weights",),
     ("booster",),
     ("trainer",),
     ("jax",),

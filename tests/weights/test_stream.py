@@ -12,12 +12,12 @@ import shardlib as sl
 from shardlib.errors import ShardlibError
 from shardlib.testing import shared_pool
 from shardlib.weights import stream_weights
-from tests.weights.test_transfer import COLUMNS, RULES, STAGED, Shard, _made, fsdp, ours
+from tests.weights.cases import COLUMNS, RULES, STAGED, Shard, fsdp, made, ours
 
 
 def _streamed(shard: Shard, options: dict[str, Any]) -> tuple[bool, int, int]:
     """Return whether all tensors came, how many, and the most bytes that were there at a time beside the model's."""
-    model = _made(0, width=64)
+    model = made(0, width=64)
     want = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     model = shard(model)
     dtype, got = options.get("dtype"), dict[str, torch.Tensor]()
@@ -45,7 +45,7 @@ def test_some_ranks_get_them_in_a_dtype():
 
 def _refused(options: dict[str, Any]) -> str:
     with pytest.raises(ShardlibError) as caught:
-        list(stream_weights(sl.shard_model(_made(0), "tp=2", RULES), **options))
+        list(stream_weights(sl.shard_model(made(0), "tp=2", RULES), **options))
     return str(caught.value)
 
 

@@ -2,89 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import shardlib as sl
 from shardlib.errors import ShardlibError
 from shardlib.testing import shared_pool
 from shardlib.weights import _transfer, transfer
-
-RULES = sl.Rules({"up": "colwise", "down": "rowwise", "embed": "vocab@tp embed"}, unmatched="replicate")
-COLUMNS = sl.Rules({"up.weight": "out in@tp", "down.weight": "out in@tp"}, unmatched="replicate")
-STAGED = sl.Rules({"**": None}, stages="embed, blocks.0 | blocks.1, norm, head")
-Shard = Callable[[nn.Module], nn.Module]
-
-
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.relu(self.up(x)))
-
-
-class Model(nn.Module):
-    """A language model with a tied table and a buffer; of some MiB at width 256."""
-
-    def __init__(self, width: int = 16, tied: bool = True) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(33, width)
-        self.blocks = nn.Sequential(Block(width), Block(width))
-        self.norm = nn.BatchNorm1d(width)
-        self.head = nn.Linear(width, 33, bias=False)
-        if tied:
-            self.head.weight = self.embed.weight
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.head(self.norm(self.blocks(self.embed(ids))))
-
-
-def _made(seed: int, **options: Any) -> nn.Module:
-    torch.manual_seed(seed)
-    model = Model(**options)
-    model.norm.running_mean.normal_()
-    return model
-
-
-def ours(mesh: str, rules: Any = RULES, *transforms: Any) -> Shard:
-    return lambda model: sl.shard_model(model, mesh, rules, transforms=transforms)
-
-
-def part(ranks: list[int], rules: Any) -> Shard:
-    """Shard on some of the ranks."""
-
-    def shard(model: nn.Module) -> nn.Module | None:
-        mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("tp",))
-        return sl.shard_model(model, mesh, rules) if dist.get_rank() in ranks else None
-
-    return shard
-
-
-def fsdp(model: nn.Module) -> nn.Module:
-    for block in model.blocks:
-        fully_shard(block)
-    return fully_shard(model)
-
-
-def megatron(model: nn.Module) -> nn.Module:
-    mesh = sl.mesh("tp=4")
-    return parallelize_module(model, mesh, {"blocks.*.up": ColwiseParallel()})
+from tests.weights.cases import COLUMNS, RULES, STAGED, Shard, fsdp, made, megatron, ours, part
 
 
 def _transferred(first: Shard, second: Shard, width: int = 16, **options: Any) -> dict[str, Any]:
-    want = _made(0, width=width)
+    want = made(0, width=width)
     full = {name: tensor.clone() for name, tensor in want.state_dict().items()}
-    source, target = first(want), second(_made(1, width=width))
+    source, target = first(want), second(made(1, width=width))
     moves = transfer(source, target, **options)
     got = {} if target is None else _local(target)
     again = transfer(source, target, **options)
@@ -112,10 +47,10 @@ def _is_part(full: torch.Tensor, got: torch.Tensor) -> bool:
 def test_buckets_bound_what_is_sent_at_a_time():
     """Tensors of 1 MiB through buckets of 64 KiB."""
     options = {"bucket_mb": 1 / 16, "width": 256}
-    for made in shared_pool(4).run(
+    for found in shared_pool(4).run(
         _transferred, ours("dp=2,tp=2", RULES, sl.zero(3)), ours("tp=4", COLUMNS), **options
     ):
-        assert made["right"] and made["bytes"] > 2**20
+        assert found["right"] and found["bytes"] > 2**20
 
 
 @pytest.mark.parametrize(
@@ -132,20 +67,20 @@ def test_buckets_bound_what_is_sent_at_a_time():
     ],
 )
 def test_every_tensor_has_the_source_s_elements(first: Shard, second: Shard, least: int):
-    for made in shared_pool(4).run(_transferred, first, second):
-        assert made["right"] and bool(made["bytes"]) == bool(least)
+    for found in shared_pool(4).run(_transferred, first, second):
+        assert found["right"] and bool(found["bytes"]) == bool(least)
 
 
 def _trained_on(steps: int) -> list[float]:
     """Train a bfloat16 model with wide copies, put other weights into it, and go on: from these, not the old copies."""
-    model = sl.shard_model(_made(0), "dp=2", RULES, transforms=[sl.zero(2), sl.precision("bf16")])
+    model = sl.shard_model(made(0), "dp=2", RULES, transforms=[sl.zero(2), sl.precision("bf16")])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     ids = torch.arange(12)
     for _ in range(steps):
         model(ids).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    other = _made(1)
+    other = made(1)
     transfer(other, model)
     for _ in range(steps):
         model(ids).square().mean().backward()
@@ -164,8 +99,8 @@ class Broken(Exception):
 
 
 def _interrupted(_: str) -> list[str]:
-    source = sl.shard_model(_made(0).double(), "tp=2", RULES)
-    target = sl.shard_model(_made(1).double(), "tp=2", COLUMNS)
+    source = sl.shard_model(made(0).double(), "tp=2", RULES)
+    target = sl.shard_model(made(1).double(), "tp=2", COLUMNS)
     given = _transfer.local_of
     calls = list[str]()
 
@@ -195,7 +130,7 @@ def test_a_target_that_has_a_part_refuses_until_it_has_all():
 
 
 def _in_backward(_: str) -> str:
-    source, target = sl.shard_model(_made(0), "tp=2", RULES), _made(1)
+    source, target = sl.shard_model(made(0), "tp=2", RULES), made(1)
     said = list[str]()
 
     def hook(_: torch.Tensor) -> None:
@@ -210,7 +145,7 @@ def _in_backward(_: str) -> str:
 
 
 def _refused(kind: str) -> str:
-    first, second = _made(0), _made(1)
+    first, second = made(0), made(1)
     sl.shard_model(first, "tp=2", RULES)
     options: dict[str, Any] = {}
     if kind == "names":
