@@ -218,7 +218,8 @@ class _Job:
         of, optimizer = known(model), trained.optimizer
         here = {name: param for param, name in ((p, of.names[id(p)]) for p in model.parameters())}
         for group, told in zip(optimizer.param_groups, trained.description["groups"], strict=True):
-            group["params"] = [here[name] for name in here if name in set(told["params"])]
+            own = set(told["params"])
+            group["params"] = [param for name, param in here.items() if name in own]
         optimizer.state.clear()
         for names in self._chunks(trained):
             self._move_state(names, trained, of)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 import shardlib as sl
 from shardlib.testing import shared_pool
@@ -41,14 +42,16 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
+    dropout = 0.0
+
     def __init__(self, width: int) -> None:
         super().__init__()
         self.attn, self.up, self.down = Attention(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
         self.register_buffer("scale", torch.full((1,), 0.5), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.scale * self.attn(x)
-        return x + self.down(torch.relu(self.up(x)))
+        x = x + self.scale.to(x.dtype) * self.attn(x)
+        return x + nn.functional.dropout(self.down(torch.relu(self.up(x))), self.dropout, self.training)
 
 
 class Model(nn.Module):
@@ -113,6 +116,15 @@ def _criterion(labels: torch.Tensor) -> Callable[[torch.Tensor, Any], torch.Tens
     return lambda logits, _: nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
+def _two_groups(params: Any) -> torch.optim.Optimizer:
+    every = list(params)
+    groups = [
+        {"params": [p for p in every if p.ndim > 1], "weight_decay": 0.5},
+        {"params": [p for p in every if p.ndim < 2], "lr": 1e-3, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=1e-2, eps=1e-4)
+
+
 def _adam(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=1e-2, eps=1e-4)
 
@@ -130,11 +142,99 @@ def _sgd(params: Any) -> torch.optim.Optimizer:
         (["tp=4", "dp=2,tp=2"], [sl.zero(2)], _adam),
         (["pp=2,dp=2", "dp=4", "pp=2,tp=2", "tp=4"], [], _adam),
         (["dp=4", "pp=2,dp=2"], [sl.zero(1)], _sgd),
+        (["dp=4", "tp=2,dp=2", "pp=2,dp=2"], [sl.zero(1)], _two_groups),
     ],
 )
 def test_training_goes_on_as_on_one_device(meshes: list[str], transforms: Any, make: Any):
     for off in shared_pool(4).run(_trained, meshes, transforms, make, 25.0, 16):
         assert len(off) == len(meshes) and max(off.values()) < LIMIT, off
+
+
+def _dropped(meshes: list[str]) -> float:
+    """Train with dropout by global elements; return the largest difference from one device."""
+    Block.dropout = 0.5
+    torch.manual_seed(0)
+    single = Model().double()
+    model = sl.shard_model(copy.deepcopy(single), meshes[0], RULES, rng="exact")
+    optimizer, alone = _sgd(model.parameters()), _sgd(single.parameters())
+    for step, mesh in enumerate(meshes):
+        if step:
+            reshard(model, mesh, optimizer)
+        before = torch.get_rng_state()
+        _loss(model, _mine(_ids(step), model)).backward()
+        torch.set_rng_state(before)
+        with sl.exact_random():
+            _loss(single, _ids(step)).backward()
+        for each in (optimizer, alone):
+            each.step()
+            each.zero_grad()
+    Block.dropout = 0.0
+    full = sl.full_state_dict(model)
+    return max(float((full[name] - value).abs().max()) for name, value in single.state_dict().items())
+
+
+def test_masks_are_those_of_one_device_throughout():
+    for off in shared_pool(4).run(_dropped, ["dp=4", "dp=2,tp=2", "tp=4"]):
+        assert off < LIMIT
+
+
+def _wide(meshes: list[str]) -> bool:
+    """Return whether the copies in float32 that the optimizer steps on are the same after a change of mesh."""
+    torch.manual_seed(0)
+    model = sl.shard_model(Model(), meshes[0], RULES, transforms=[sl.zero(2), sl.precision("bf16")])
+    optimizer = _adam(model.parameters())
+    _loss(model, _mine(_ids(0), model)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    before = _masters(model, optimizer)
+    reshard(model, meshes[1], optimizer)
+    after = _masters(model, optimizer)
+    low = sl.full_state_dict(model)
+    assert before.keys() == after.keys() and len(before) > 10
+    assert any(not torch.equal(value, low[name].float()) for name, value in after.items())
+    return all(torch.equal(value, after[name]) for name, value in before.items())
+
+
+def _factored(meshes: list[str]) -> bool:
+    """Return whether Adafactor's rows, columns and vectors are the same after a change of mesh; it goes on from them."""
+    torch.manual_seed(0)
+    model = sl.shard_model(Model(), meshes[0], RULES, transforms=[sl.zero(1)])
+    optimizer = torch.optim.Adafactor(model.parameters())
+    kept = list[dict[str, torch.Tensor]]()
+    for step, mesh in enumerate(meshes):
+        if step:
+            reshard(model, mesh, optimizer)
+            kept.append(_state(model, optimizer))
+        _loss(model, _mine(_ids(step), model)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        kept.append(_state(model, optimizer))
+    assert len(kept[0]) > 20 and kept[0].keys() == kept[1].keys()
+    return all(torch.equal(value, kept[1][name]) for name, value in kept[0].items())
+
+
+def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    return {
+        f"{name}: {key}": value.full_tensor() if isinstance(value, DTensor) else value.clone()
+        for name, param in model.named_parameters()
+        for key, value in optimizer.state[param].items()
+    }
+
+
+def test_factored_state_moves_too():
+    assert all(shared_pool(4).run(_factored, ["dp=4", "dp=2,tp=2"]))
+
+
+def _masters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    found = {}
+    for name, param in model.named_parameters():
+        if (master := optimizer.state[param].get("master_parameter")) is not None:
+            found[name] = master.full_tensor() if isinstance(master, DTensor) else master.clone()
+    return found
+
+
+def test_wide_copies_keep_their_digits():
+    assert all(shared_pool(4).run(_wide, ["dp=4", "dp=2,tp=2"]))
 
 
 def test_tensors_larger_than_a_bucket():

@@ -117,8 +117,11 @@ class FullTensorStep:
             gradients.append(_Move(one, one.movements["gradients, step"], local_of(param.grad)))
             for key, value in values.items():
                 if isinstance(value, DTensor):
-                    states.append(_Move(one, one.movements["state, step"], local_of(value), key=key))
-                elif one.owner == self.rank:
+                    if "state, step" in one.movements:
+                        states.append(_Move(one, one.movements["state, step"], local_of(value), key=key))
+                        continue
+                    value = local_of(value)  # all of it: a checkpoint was loaded into a replicated tensor
+                if one.owner == self.rank:
                     away = isinstance(value, torch.Tensor) and "state" in one.param_state.offloaded
                     full.setdefault(param, {})[key] = value.to(offload.HOST) if away else value
         for one, _, leaf in self._to_owners(parameters):
