@@ -22,6 +22,7 @@ from shardlib.checkpoint._optimizer import Known, describe, joined, known, make_
 from shardlib.checkpoint._peers import Peers, peers
 from shardlib.engine.apply import apply_plan, checked
 from shardlib.engine.apply.copies import bare_again, on_meta_again
+from shardlib.engine.data.optimizer import watch_optimizers
 from shardlib.engine.sharded import Sharded, is_sharded, record_of
 from shardlib.errors import InputError, PlanError, ShardingError, short_traceback
 from shardlib.transforms import parse
@@ -82,6 +83,7 @@ def reshard(
     job = _Job(everyone, int(bucket_mb * 2**20), node)
     trained = None if optimizer is None else job.look(model, optimizer)
     features = {name: kept.state_dict() for name, kept in record.stateful.items()}
+    watch_optimizers({param: name for name, param in model.named_parameters()})
     with torn(model):
         shards = job.move_model(model, record, target, device_mesh)
         bare_again(model)

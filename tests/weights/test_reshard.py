@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import shardlib as sl
+from shardlib.errors import ShardlibError
 from shardlib.testing import shared_pool
 from shardlib.weights import reshard
 
@@ -196,7 +197,7 @@ def _wide(meshes: list[str]) -> bool:
 
 
 def _factored(meshes: list[str]) -> bool:
-    """Return whether Adafactor's rows, columns and vectors are the same after a change of mesh; it goes on from them."""
+    """Return whether Adafactor's rows, columns and vectors are the same on another mesh, where it goes on."""
     torch.manual_seed(0)
     model = sl.shard_model(Model(), meshes[0], RULES, transforms=[sl.zero(1)])
     optimizer = torch.optim.Adafactor(model.parameters())
@@ -240,3 +241,58 @@ def test_wide_copies_keep_their_digits():
 def test_tensors_larger_than_a_bucket():
     for off in shared_pool(4).run(_trained, ["dp=2,tp=2", "tp=4"], [sl.zero(3)], _adam, 1 / 64, 128):
         assert max(off.values()) < LIMIT, off
+
+
+def _forgotten(mesh: str) -> str:
+    torch.manual_seed(0)
+    model = sl.shard_model(Model(), "dp=2", RULES)
+    optimizer = _sgd(model.parameters())
+    reshard(model, mesh)
+    _loss(model, _mine(_ids(0), model)).backward()
+    with pytest.raises(ShardlibError) as caught:
+        optimizer.step()
+    return str(caught.value)
+
+
+def test_an_optimizer_that_was_not_given_is_refused():
+    for told in shared_pool(2).run(_forgotten, "tp=2"):
+        assert "embed.weight" in told, told
+
+
+def _refused(kind: str) -> str:
+    """Return what is said; the model goes on as it was."""
+    torch.manual_seed(0)
+    model: Any = sl.shard_model(Model(), "dp=2", RULES)
+    optimizer: Any = _adam(model.parameters())
+    given, mesh, options = model, "tp=2", dict[str, Any]()
+    ids = _ids(0)[:2]
+    before = model(ids)
+    if kind == "plain":
+        given = Model()
+    if kind == "gradients":
+        model(ids).sum().backward()
+    if kind == "optimizer":
+        optimizer = "adam"
+    if kind == "mesh":
+        mesh = "tp=3"
+    if kind == "ranks":
+        options["bucket_mb"] = 1.0 + dist.get_rank()
+    with pytest.raises(ShardlibError) as caught:
+        reshard(given, mesh, optimizer, **options)
+    assert torch.equal(model(ids), before) and str(sl.get_plan(model).mesh) == "dp=2"
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("plain", "that is not sharded. Shard it first"),
+        ("gradients", "parameters have gradients, such as"),
+        ("optimizer", "reshard(optimizer=...) was given a str"),
+        ("mesh", "3"),
+        ("ranks", "ranks gave different values of bucket_mb"),
+    ],
+)
+def test_what_cannot_be_is_refused_and_the_model_goes_on(kind: str, said: str):
+    for told in shared_pool(2).run(_refused, kind):
+        assert said in told
