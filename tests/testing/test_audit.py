@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import time
@@ -148,6 +149,138 @@ def test_a_parameter_that_is_trained_no_more_is_a_finding():
 def _contrast(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     made = F.normalize(model(x), dim=-1)
     return F.cross_entropy(made @ made.T, torch.arange(len(made)))
+
+
+# --- models that code of one's own has cut ------------------------------------------------------------------------
+
+
+class _Summed(torch.autograd.Function):
+    """Sum over ranks in forward; in backward the gradient as it is."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        x = x.clone()
+        dist.all_reduce(x, group=_GROUPS[0])
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad
+
+
+class _Copied(torch.autograd.Function):
+    """The input as it is; in backward the sum over ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        grad = grad.clone()
+        dist.all_reduce(grad, group=_GROUPS[0])
+        return grad
+
+
+_GROUPS: list[Any] = []
+
+
+class _Tall(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.up, self.down = nn.Linear(6, 6), nn.Linear(6, 12, bias=False), nn.Linear(12, 4, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.gelu(self.up(self.first(x))))
+
+
+def _cut(model: nn.Module, mesh: DeviceMesh, copied: bool = True) -> nn.Module:
+    """Cut two layers as Megatron does, into plain tensors over tp; DDP averages over dp."""
+    _GROUPS[:] = [mesh.get_group("tp")]
+    rank = mesh.get_local_rank("tp")
+    model.up.weight = nn.Parameter(model.up.weight.chunk(2)[rank].clone())
+    model.down.weight = nn.Parameter(model.down.weight.chunk(2, 1)[rank].clone())
+    model.down.register_forward_hook(lambda *call: _Summed.apply(call[-1]))
+    if copied:
+        model.up.register_forward_pre_hook(lambda _, args: (_Copied.apply(args[0]),))
+    return DistributedDataParallel(model, process_group=mesh.get_group("dp"))
+
+
+def test_plain_tensors_that_were_cut_by_hand_are_known_by_their_values():
+    report = audit(_Tall, _cut, "dp=2,tp=2", _batch)
+    assert report, report
+    assert report.layouts["up.weight"] == "_@tp _" and report.layouts["down.weight"] == "_ _@tp"
+    assert report["optimizer steps"].verdict == "right" and "Give --clip" in report["gradient norm"].said
+    wrong = audit(_Tall, functools.partial(_cut, copied=False), "dp=2,tp=2", _batch)
+    assert wrong["gradients"].verdict == "wrong" and wrong["gradients"].origin.module == "up"  # type: ignore[union-attr]
+    assert "a reduction over tp is missing" in str(wrong)
+
+
+def _patched(model: nn.Module) -> nn.Module:
+    _Tall.forward = lambda self, x: self.down(F.relu(self.up(self.first(x))))  # type: ignore[method-assign]
+    return DistributedDataParallel(model)
+
+
+def test_code_that_one_device_runs_too_cannot_be_replaced():
+    with pytest.raises(InputError, match=r"replaced a function, or a method of a class.* in the instances"):
+        audit(_Tall, _patched, "dp=2", _batch)
+    assert audit(_Tall, DistributedDataParallel, "dp=2", _batch)["gradients"].verdict == "right"
+    with pytest.raises(InputError, match="replaced a function"):  # in ranks of their own, again
+        audit(_Tall, _patched, "dp=2", _batch)
+
+
+class _Statistics(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.out = nn.BatchNorm1d(6), nn.Linear(6, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.norm(x))
+
+
+def _slower(model: nn.Module, momentum: float = 0.5) -> nn.Module:
+    model.norm.momentum = momentum
+    return DistributedDataParallel(model)
+
+
+def test_statistics_of_each_rank_s_rows_are_compared_on_the_first():
+    assert (
+        audit(_Statistics, functools.partial(_slower, momentum=0.1), "dp=2", _batch)["optimizer steps"].verdict
+        == "right"
+    )
+    check = audit(_Statistics, _slower, "dp=2", _batch)["optimizer steps"]
+    assert check.verdict == "wrong" and "buffer norm.running_" in check.said
+
+
+class _Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(6, 2, dropout=0.5, batch_first=True)
+        self.recurrent = nn.LSTM(6, 6, num_layers=2, dropout=0.5, batch_first=True)
+        self.attention.in_proj_weight.mark = "kept"  # type: ignore[attr-defined]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x[:, None].expand(-1, 3, -1)
+        return self.recurrent(self.attention(x, x, x)[0])[0]
+
+
+def _marked_still(model: nn.Module) -> nn.Module:
+    assert model.attention.in_proj_weight.mark == "kept"
+    return DistributedDataParallel(model)
+
+
+def test_dropout_of_kernels_is_off_and_marks_of_parameters_stay():
+    report = audit(_Attention, _marked_still, "dp=2", _batch)
+    assert report and any("dropout is off" in text for text in report.changed), report
+
+
+def _clipped(model: nn.Module) -> torch.Tensor:
+    return nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+
+
+def test_own_clipping_is_compared_by_its_norm():
+    report = _audited(DistributedDataParallel, clip=_clipped)
+    assert report and report["gradient norm"].verdict == "right" == report["optimizer steps"].verdict
 
 
 def test_a_mean_of_means_stays_one_in_later_checks():

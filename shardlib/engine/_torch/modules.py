@@ -164,8 +164,12 @@ def registered_tensors(module: torch.nn.Module) -> list[tuple[dict[str, Any], st
 
 
 def copied(module: M) -> M:
-    """Return a deep copy of a module, also of one with a weight that `torch.nn.utils.weight_norm` computed."""
-    return copy.deepcopy(module, {id(tensor): tensor.detach().clone() for tensor in _computed(module)})
+    """Return a deep copy of a module, also of one with a weight that `torch.nn.utils.weight_norm` computed. Parameters
+    keep their attributes, by which libraries mark them."""
+    made = copy.deepcopy(module, {id(tensor): tensor.detach().clone() for tensor in _computed(module)})
+    for before, after in zip(module.parameters(), made.parameters(), strict=True):
+        after.__dict__.update(before.__dict__)
+    return made
 
 
 def copied_with(module: M, new: Callable[[torch.Tensor], torch.Tensor]) -> M:

@@ -23,6 +23,7 @@ from shardlib.testing.auditing.hosts import Host, host_of
 
 __all__ = [
     "NO_SYNC_BATCH_NORM",
+    "ChangedCode",
     "RaisedAlone",
     "call_shard",
     "check_meshes",
@@ -41,6 +42,10 @@ NO_SYNC_BATCH_NORM = (
 _MESHES = ("mesh", "device_mesh", "world_mesh")
 _FOLDERS = ("folder", "path", "checkpoint", "model_path", "checkpoint_path", "pretrained")
 _MODELS = ("model", "module", "net")
+
+
+class ChangedCode(InputError):
+    """Refusal of code that has changed what one device computes in this process, too."""
 
 
 class RaisedAlone(Exception):

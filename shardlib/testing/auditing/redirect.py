@@ -9,12 +9,13 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -24,6 +25,8 @@ from shardlib.engine._torch import TorchDispatchMode
 from shardlib.testing.auditing.accelerators import answers
 
 __all__ = ["ACCELERATOR", "BACKENDS", "FLOATS", "Collectives", "Original", "Redirected", "redirected"]
+
+M = TypeVar("M", bound=nn.Module)
 
 ACCELERATOR = re.compile(r"(cuda|hip|xpu|npu|hpu|mps|gpu)(:\d+)?")
 BACKENDS = re.compile(r"nccl|rccl|xccl|hccl|cpu:gloo,cuda:nccl")
@@ -115,6 +118,14 @@ class Redirected(TorchFunctionMode):
         edge = get_gradient_edge(loss)
         with self:
             torch.autograd.backward(edge, gradient, **kwargs)
+
+    def undropped_model(self, model: M) -> M:
+        """Set the dropout of modules to zero that hand it on to kernels."""
+        for module in model.modules():
+            if isinstance(module, nn.MultiheadAttention | nn.RNNBase) and module.dropout:
+                module.dropout = 0.0
+                self._note_dropout()
+        return model
 
     def _undropped(self, func: Any, args: Any, kwargs: Any) -> Any:
         p = kwargs.get("p", args[1] if len(args) > 1 else 0.5)

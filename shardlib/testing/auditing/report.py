@@ -153,6 +153,8 @@ class AuditReport:
         same = "computes what one device computes"
         right = f"{same} of each data rank's rows (see what is weighted)" if weighted else same
         verdict = right if self.ok else "does NOT compute what one device computes"
+        if self.checks and self.checks[0].verdict == "raised" and self.checks[0].name != "values after sharding":
+            verdict = "could not be compared with one device"
         return f"The model {verdict}. Mesh {self.mesh}, sharded by {by}; {self.seconds:.1f} s"
 
     def _explanations(self) -> Iterator[str]:

@@ -22,11 +22,13 @@ from shardlib.testing import _carry
 from shardlib.testing._pool import HangError, RankDied, RankError, shared_pool
 from shardlib.testing._standing import explain, table
 from shardlib.testing.auditing.advice import advice_on
-from shardlib.testing.auditing.foreign import first_line
+from shardlib.testing.auditing.foreign import ChangedCode, first_line
 from shardlib.testing.auditing.report import AuditError, AuditReport, Check
 from shardlib.testing.auditing.stages import Journal, Subject, run_on_rank
 
 __all__ = ["assert_audit", "audit"]
+
+_MOST_RANKS = 64
 
 
 def audit(
@@ -110,6 +112,11 @@ def audit(
     shape = MeshShape.of(mesh)
     if -1 in shape.sizes:
         raise MeshError(f'audit() was given mesh "{shape}"; give every size, for as many ranks to be started.')
+    if shape.world_size > _MOST_RANKS:
+        raise MeshError(
+            f'audit() was given mesh "{shape}", of {shape.world_size} ranks, each of which is a process on this '
+            "machine. Give a smaller mesh with the same axes; a dry audit (--dry, dry_audit) takes any size."
+        )
     if not timeout > 0:
         raise InputError(f"audit() was given timeout={timeout!r}; give seconds above zero.")
     subject = Subject(shape, steps=steps, strict=strict, seed=seed)
@@ -123,11 +130,13 @@ def audit(
     packed = _packed(functions)
     with tempfile.TemporaryDirectory(prefix="shardlib-audit-") as folder:
         try:
+            pool = shared_pool(shape.world_size)
             with _in_our_words(), _told(Path(folder), show):
-                pool = shared_pool(shape.world_size)
                 return pool.run(run_on_rank, subject, packed, folder, timeout=timeout)[0]  # type: ignore[no-any-return]
         except ShardlibError as error:
             erase_bar()
+            if isinstance(error, ChangedCode):
+                pool.close()  # the next audit has processes whose code is as it was
             if not isinstance(error, RankError):
                 raise
             report = _interrupted(subject, Path(folder), error)

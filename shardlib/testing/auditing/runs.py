@@ -4,16 +4,21 @@ do."""
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from shardlib._mesh import mesh as make_mesh
 from shardlib.engine._torch import pytree
+from shardlib.engine.ranks import agree
 from shardlib.errors import InputError
+from shardlib.layout import Layout
 from shardlib.testing.auditing.foreign import check_meshes
 from shardlib.testing.auditing.hosts import Host
 from shardlib.testing.equivalence import parts
@@ -41,6 +46,7 @@ class HostRun(Run):
         self.context = context
         self.host, self.rank_coordinate, self.users_clip = host, rank_coordinate, clip
         self.rows_of_one_device: dict[str, int] = {}
+        self.cut_by_hand: dict[str, _Cut] = {}
         super().__init__(case, host.model, rank_coordinate.data, sharded=True, made=host.optimizer, shares=shares)
         check_meshes(self.tensors()[0], rank_coordinate.mesh)
 
@@ -102,15 +108,48 @@ class HostRun(Run):
 
     def tensors(self) -> tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]]:
         params, buffers = self.host.tensors()
-        return {name: self._unpadded(name, p) for name, p in params.items()}, buffers
+        return {name: self._whole(name, p) for name, p in params.items()}, {
+            name: self._whole(name, b) for name, b in buffers.items()
+        }
 
     def gradients(self) -> dict[str, torch.Tensor | None]:
         found = self.host.gradients()
-        return {name: None if g is None else self._unpadded(name, g) for name, g in found.items()}
+        return {name: None if g is None else self._whole(name, g) for name, g in found.items()}
 
     def state(self) -> dict[str, torch.Tensor]:
         found = self.host.state(self.optimizer)
-        return {name: self._unpadded(name.split(": ")[0], tensor) for name, tensor in found.items()}
+        return {name: self._whole(name.split(": ")[0], tensor) for name, tensor in found.items()}
+
+    def find_cuts(self, single: Mapping[str, torch.Tensor]) -> None:
+        """Find out how plain tensors were cut that code of the user's own has cut, by their values. Collective."""
+        every = {name: t for tree in self.host.tensors() for name, t in tree.items()}
+        fitting = {
+            name: [layout.text for layout in self._fitting(t, single[name])]
+            for name, t in every.items()
+            if name in single and not isinstance(t, DTensor) and t.shape != single[name].shape
+        }
+        by_rank = agree.exchange(fitting)
+        mesh = make_mesh(self.rank_coordinate.mesh) if any(by_rank) else None
+        for name, texts in by_rank[0].items():
+            text = next((t for t in texts if all(t in of_rank.get(name, ()) for of_rank in by_rank)), None)
+            if text is not None and mesh is not None:
+                self.cut_by_hand[name] = _Cut(Layout.parse(text), mesh, single[name].shape, every[name].shape)
+
+    def _fitting(self, local: torch.Tensor, full: torch.Tensor) -> Iterator[Layout]:
+        if local.ndim != full.ndim:
+            return
+        found = [
+            layout
+            for layout, part in parts.cuts(full, tuple(local.shape), self.rank_coordinate)
+            if torch.equal(part, local.detach())
+        ]
+        data = set(self.rank_coordinate.mesh.data_axes)
+        yield from sorted(found, key=lambda layout: bool(layout.axes & data))  # parameters are seldom cut over them
+
+    def _whole(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor as one device has it: what was cut by hand as a DTensor, and without rows that pad it."""
+        cut = self.cut_by_hand.get(name)
+        return self._unpadded(name, tensor if cut is None else cut.wrapped(tensor))
 
     def _unpadded(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor without the rows that sharding has added to those of one device. Collective where it has."""
@@ -141,6 +180,25 @@ class HostRun(Run):
                 name: t.full_tensor().detach() if isinstance(t, DTensor) else t.detach().clone()
                 for name, t in (others if buffers else {**params, **others}).items()
             }
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """The way in which code has cut a plain tensor: local tensors of shape `local` of one of shape `shape`."""
+
+    layout: Layout
+    mesh: DeviceMesh
+    shape: torch.Size
+    local: torch.Size
+
+    def wrapped(self, tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, DTensor) or tensor.shape != self.local:
+            return tensor
+        placements = self.layout.placements(self.mesh)
+        stride = torch.empty(self.shape, device="meta").stride()
+        return DTensor.from_local(
+            tensor.detach(), self.mesh, placements, run_check=False, shape=self.shape, stride=stride
+        )
 
 
 class ByRank(Run):
@@ -224,6 +282,7 @@ def remade(host: Host, sharded: HostRun, single: nn.Module) -> torch.optim.Optim
                 "the sharded model's: it was made before sharding, and steps tensors that nothing computes with"
             )
         rest = {key: value for key, value in group.items() if key != "params"}
-        groups.append({**rest, "params": [mine[names[id(p)]] for p in group["params"]]})
+        own = [mine[name] for p in group["params"] if (name := names[id(p)]) in mine]  # else "values" tells of it
+        groups.append({**rest, "params": own})
     takes = inspect.signature(type(inner)).parameters
     return type(inner)(groups, **{name: value for name, value in inner.defaults.items() if name in takes})

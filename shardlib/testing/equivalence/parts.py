@@ -17,7 +17,7 @@ from shardlib.engine import _torch
 from shardlib.errors import LayoutError
 from shardlib.layout import Layout
 
-__all__ = ["RankCoordinate", "layout_of", "local", "pair", "shard_key"]
+__all__ = ["RankCoordinate", "cuts", "layout_of", "local", "pair", "shard_key"]
 
 
 @dataclass(frozen=True)
@@ -85,14 +85,21 @@ def _matching(want: torch.Tensor, shape: tuple[int, ...], rank_coordinate: RankC
         return want
     if want.ndim != len(shape):
         return None
+    return next((part for _, part in cuts(want, shape, rank_coordinate)), None)
+
+
+def cuts(
+    want: torch.Tensor, shape: tuple[int, ...], rank_coordinate: RankCoordinate
+) -> Iterator[tuple[Layout, torch.Tensor]]:
+    """Iterate over layouts by which this rank has a part of `want` of this shape, the likeliest first, with the
+    part."""
     for layout in _candidates(tuple(want.shape), shape, rank_coordinate):
         try:
             part = layout.take(want, rank_coordinate.mesh, rank_coordinate.coordinate)
         except LayoutError:
             continue
         if tuple(part.shape) == shape:
-            return part
-    return None
+            yield layout, part
 
 
 def _candidates(want: tuple[int, ...], got: tuple[int, ...], rank_coordinate: RankCoordinate) -> Iterator[Layout]:
