@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+import shardlib as sl
 from benchmarks import audit as runner
 from shardlib.errors import InputError, MeshError
 from shardlib.testing import AuditError, AuditReport, Check, assert_audit, audit
@@ -103,6 +104,8 @@ def test_a_report_names_what_ranks_hold_alike_and_what_its_optimizer_leaves_out(
         report
     )
     assert report.plan is not None and str(report.plan["0.weight"].stored) == "out@tp in"
+    same = sl.plan(_build(), "tp=2", sl.Rules({"0": "colwise"}, unmatched="replicate"))
+    assert "float" not in report.plan.diff(same)  # no dtype, no layout: the rules that the one lacks
     assert {row["name"] for row in json.loads(report.to_json())["plan"]["rows"]} == {
         "0.weight",
         "0.bias",

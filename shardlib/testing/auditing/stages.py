@@ -287,8 +287,10 @@ class _Stages:
         self.journal.host, self.journal.used = host.title, tuple(host.used())
         self.journal.advice = host.advice
         self.journal.layouts = self.sharded.layouts()
-        if not self.sharded.cut_by_hand:
-            self.journal.plan = plan_of(host.module, self.subject.mesh)
+        if not self.sharded.cut_by_hand and (plan := plan_of(host.module, self.subject.mesh)) is not None:
+            # An audit computes in float64; the plan is of the dtype that models are built in.
+            usual = {torch.float64: torch.float32, torch.complex128: torch.complex64}
+            self.journal.plan = plan.map_rows(lambda row: row.replace(dtype=usual.get(row.dtype, row.dtype)))
         return []
 
     def _try_alone(self) -> None:

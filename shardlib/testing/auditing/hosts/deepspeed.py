@@ -179,8 +179,11 @@ class DeepSpeed(Host):
         else:
             from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-            with redirect_stdout(StringIO()), redirect_stderr(StringIO()):  # it tells of its progress
-                state = get_fp32_state_dict_from_zero_checkpoint(str(folder), tag=_TAG)
+            try:
+                with redirect_stdout(StringIO()), redirect_stderr(StringIO()):  # it tells of its progress
+                    state = get_fp32_state_dict_from_zero_checkpoint(str(folder), tag=_TAG)
+            except ValueError as error:  # of experts it knows nothing
+                raise NotOffered(f"zero_to_fp32 raises {error}") from error
         model.load_state_dict(state)
         return model
 
