@@ -243,6 +243,20 @@ def test_tensors_larger_than_a_bucket():
         assert max(off.values()) < LIMIT, off
 
 
+def _bucketed(mesh: str) -> float:
+    model = sl.shard_model(_seeded(), "dp=2", RULES, bucket_mb=3)
+    return sl.get_plan(reshard(model, mesh)).step.bucket_mb
+
+
+def _seeded() -> Model:
+    torch.manual_seed(0)
+    return Model()
+
+
+def test_the_size_of_buckets_stays():
+    assert shared_pool(2).run(_bucketed, "tp=2") == [3, 3]
+
+
 def _forgotten(mesh: str) -> str:
     torch.manual_seed(0)
     model = sl.shard_model(Model(), "dp=2", RULES)
