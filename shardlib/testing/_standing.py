@@ -322,7 +322,8 @@ def _absence(standing: Standing) -> str:
         return f"rank {standing.rank} finished without it"
     if standing.state in ("raised", "died"):
         return f"rank {standing.rank} {standing._state_text}"
-    elsewhere = f", it waits in {standing.collective} over {standing.axis}" if standing.group else ""
+    over = f" over {standing.axis}" if standing.axis else ""
+    elsewhere = f", it waits in {standing.collective}{over}" if standing.group else ""
     return f"rank {standing.rank} has not entered it{elsewhere}"
 
 

@@ -165,7 +165,7 @@ def _packed(functions: dict[str, Any]) -> bytes:
     for name, function in functions.items():
         if reason := _carry.why_not(function):
             raise InputError(
-                f"audit() was given {name}={function!r}, which cannot be sent to the ranks ({reason}). It is pickled "
+                f"audit() was given {name}={getattr(function, '__qualname__', function)}, which cannot be sent to the ranks ({reason}). It is pickled "
                 "with everything that it captures: make that inside of the function instead."
             )
     return _carry.dump(functions)
