@@ -164,9 +164,10 @@ def _packed(functions: dict[str, Any]) -> bytes:
     """Pack functions for the ranks, which unpack them where imports are redirected."""
     for name, function in functions.items():
         if reason := _carry.why_not(function):
+            told = getattr(function, "__qualname__", function)
             raise InputError(
-                f"audit() was given {name}={getattr(function, '__qualname__', function)}, which cannot be sent to the ranks ({reason}). It is pickled "
-                "with everything that it captures: make that inside of the function instead."
+                f"audit() was given {name}={told}, which cannot be sent to the ranks ({reason}). It is pickled with "
+                "everything that it captures: make that inside of the function instead."
             )
     return _carry.dump(functions)
 
