@@ -46,6 +46,13 @@ def test_steps_are_compared_with_peers_that_have_the_same_optimizer(tmp_path: Pa
     assert rows[-1]["beside"][base]["ratio"] == rows[-1]["ratio"]
 
 
+def test_weights_move_with_the_least_bytes(tmp_path: Path):
+    run_script(ROOT / "benchmarks" / "transfer.py", "--quick", "--json", str(tmp_path / "f.json"), processes=4)
+    for found in _written(tmp_path / "f.json").values():
+        assert 0 < found["sent_bytes"] == found["bound_bytes"]
+        assert found["seconds"].keys() == {"transfer", "full state dict", "checkpoint in memory"}
+
+
 @pytest.mark.parametrize("name", ON_ONE_RANK)
 def test_what_needs_one_rank_writes_its_figures(tmp_path: Path, name: str):
     run_script(ROOT / "benchmarks" / name, "--quick", "--json", str(tmp_path / "f.json"), processes=1)
