@@ -310,7 +310,12 @@ def test_a_mean_of_means_is_a_remark_unless_it_is_asked_for():
 
     report = audit(_build, shard, "dp=2", batch, loss=loss)
     assert report and report["gradients"].verdict == "weighted" and report["optimizer steps"].verdict == "right"
-    assert not audit(_build, shard, "dp=2", batch, loss=loss, strict=True)
+    strict = audit(_build, shard, "dp=2", batch, loss=loss, strict=True)
+    assert (
+        not strict
+        and "unequal tokens: it is the mean" in str(strict)
+        and "number of tokens of all ranks" in str(strict)
+    )
 
 
 def _summed(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:

@@ -573,6 +573,8 @@ class _Stages:
         if check.verdict == "right" and measured.replicas:
             what, text = next(iter(measured.replicas.items()))
             return dataclasses.replace(check, verdict="wrong", said=f"{what}: {text}")
+        if check.verdict == "weighted":
+            return dataclasses.replace(check, advice=self._advice(name, None, check.said))
         if check.verdict != "wrong":
             return check
         both = self._twins(case)
