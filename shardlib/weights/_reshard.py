@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -224,12 +224,12 @@ class _Job:
             group["params"] = [param for name, param in here.items() if name in own]
         optimizer.state.clear()
         for names in self._chunks(trained):
-            self._move_state(names, trained, of)
+            self._move_state(names, {_param_of(name) for name in names}, trained, of)
+        self._move_state([], trained.description["values"].keys() - set(map(_param_of, trained.laid)), trained, of)
 
-    def _move_state(self, names: Sequence[str], trained: _Trained, of: Known) -> None:
+    def _move_state(self, names: Sequence[str], params: Set[str], trained: _Trained, of: Known) -> None:
         """Move the state of some parameters, given the names of its tensors."""
         saved = {name: Saved(trained.laid[name].shape, trained.laid[name].dtype, ()) for name in names}
-        params = {name.removeprefix("state.").rpartition(".")[0] for name in names}
         values = {name: value for name, value in trained.description["values"].items() if name in params}
         get, size = trained.kept.__getitem__, self.everyone.size
         rooms, state = make_state(trained.optimizer, of, saved, values, {}, get, size)
@@ -248,7 +248,7 @@ class _Job:
         chunk, size = list[str](), 0
         last = ""
         for name, laid in trained.laid.items():
-            param = name.rpartition(".")[0]
+            param = _param_of(name)
             each = math.prod(laid.shape) * laid.dtype.itemsize // len(laid.ranks)
             if param != last and chunk and size + each > self.bucket_bytes:
                 yield chunk
@@ -257,6 +257,11 @@ class _Job:
             size, last = size + each, param
         if chunk:
             yield chunk
+
+
+def _param_of(name: str) -> str:
+    """Return the parameter whose state has a tensor of this name, "state.<parameter>.<key>"."""
+    return name.removeprefix("state.").rpartition(".")[0]
 
 
 def _free(tensor: torch.Tensor) -> None:

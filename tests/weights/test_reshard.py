@@ -243,6 +243,31 @@ def test_tensors_larger_than_a_bucket():
         assert max(off.values()) < LIMIT, off
 
 
+class _Counting(torch.optim.SGD):
+    """Keeps numbers, and no tensors."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param]["steps"] = self.state[param].get("steps", 0) + 1
+
+
+def _counted(mesh: str) -> bool:
+    model = sl.shard_model(_seeded(), "dp=2", RULES)
+    sl.register_optimizer(_Counting, needs="shard")
+    optimizer = _Counting(model.parameters(), lr=0.1)
+    _loss(model, _mine(_ids(0), model)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    reshard(model, mesh, optimizer)
+    return all(optimizer.state[param] == {"steps": 1} for param in model.parameters())
+
+
+def test_state_that_is_no_tensor_stays():
+    assert all(shared_pool(2).run(_counted, "tp=2"))
+
+
 def _bucketed(mesh: str) -> float:
     model = sl.shard_model(_seeded(), "dp=2", RULES, bucket_mb=3)
     return sl.get_plan(reshard(model, mesh)).step.bucket_mb
