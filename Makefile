@@ -144,6 +144,7 @@ $(VENV)/.dev: $(VENV)/.core
 	$(HOSTS_PIP) torch==$$(sed -n 's/^torch==//p' constraints.txt)
 	$(HOSTS_PIP) --editable '.[testing,hf,accelerate,lightning]' pytest-xdist setuptools wheel ninja py-cpuinfo
 	$(HOSTS_PIP) --no-deps torchvision
+	.venv-hosts/bin/python -c 'import torchvision' 2>/dev/null || .venv-hosts/bin/python tests/torchvision_on_cpu.py
 	DS_ACCELERATOR=cpu DS_BUILD_OPS=0 $(HOSTS_PIP) --no-build-isolation deepspeed==0.19.8
 	$(HOSTS_PIP) triton torchtitan==0.3.0
 	touch $@

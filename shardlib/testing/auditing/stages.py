@@ -711,9 +711,10 @@ class _Stages:
 
     def _refuse_cut_by_hand(self, own: Any, option: str, means: str) -> None:
         """Raise `NotOffered` where the library's means take local shards for whole tensors."""
-        if own is None and (cut := self.sharded.cut_by_hand):
+        cut = self.sharded.cut_by_hand
+        if own is None and cut and option not in self.sharded.host.knows_cuts:
             raise NotOffered(
-                f"{_few(list(cut))}: cut by code of your own, which {means} takes for whole tensors. Give --{option} "
+                f"{_few(list(cut))}: plain tensors that were cut, which {means} takes for whole ones. Give --{option} "
                 f"({option}=)"
             )
 

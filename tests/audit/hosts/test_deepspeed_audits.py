@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import nn
 
 from shardlib.errors import InputError
@@ -215,3 +216,40 @@ def test_the_example_names_the_line(mended: bool, capsys: pytest.CaptureFixture[
     printed = capsys.readouterr().out
     assert end.value.code == (0 if mended else 1)
     assert ("usually        engine.backward(loss): it divides" in printed) != mended
+
+
+def _llama() -> nn.Module:
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=4, use_cache=False)
+    )
+
+
+def _ids(step: int) -> dict[str, torch.Tensor]:
+    ids = torch.randint(64, (4, 8), generator=torch.Generator().manual_seed(step))
+    return {"input_ids": ids, "labels": ids}
+
+
+def _auto_tp(model: nn.Module, stage: int, summed: bool = True) -> Any:
+    import deepspeed
+
+    model = deepspeed.tp_model_init(model, tp_size=2, dtype=torch.float32)
+    engine = _engine(model, stage, tensor_parallel={"autotp_size": 2})[0]
+    if not summed:
+        down = engine.module.model.layers[1].mlp.down_proj
+        down.forward = lambda x: F.linear(x, down.weight)
+    return engine
+
+
+@pytest.mark.parametrize("stage", range(3))
+def test_auto_tp_is_right_though_its_tensors_are_plain(stage: int):
+    report = audit(_llama, functools.partial(_auto_tp, stage=stage), "tp=2", _ids)
+    assert report, report
+    assert "AutoTP" in report.used and report.layouts["model.layers.0.mlp.down_proj.weight"] == "_ _@tp"
+    for name in ("gradients", "gradient norm", "optimizer steps", "generation", "save and go on"):
+        assert report[name].verdict == "right", report
+
+
+def test_a_layer_that_auto_tp_does_not_sum_is_named():
+    report = audit(_llama, functools.partial(_auto_tp, stage=1, summed=False), "tp=2", _ids)
+    assert "model.layers.1.mlp.down_proj" in str(report) and "a reduction over tp is missing" in str(report)

@@ -150,6 +150,8 @@ class Host:
 
     clips: ClassVar[str] = "torch.nn.utils.clip_grad_norm_"
 
+    knows_cuts: ClassVar[frozenset[str]] = frozenset()  # of "clip", "save", "resume": those that know of plain shards
+
     # Checkpoints
 
     saves: ClassVar[str] = "get_model_state_dict(full_state_dict=True)"

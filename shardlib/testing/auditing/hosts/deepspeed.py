@@ -33,6 +33,7 @@ class DeepSpeed(Host):
     clips: ClassVar[str] = "gradient_clipping"
     saves: ClassVar[str] = "engine.save_checkpoint and zero_to_fp32"
     stores: ClassVar[str] = "engine.save_checkpoint"
+    knows_cuts: ClassVar[frozenset[str]] = frozenset({"clip", "resume"})  # of AutoTP
 
     @classmethod
     def takes(cls, made: Sequence[Any]) -> bool:
@@ -53,11 +54,6 @@ class DeepSpeed(Host):
                 "round_robin_gradients is on, with which DeepSpeed's safe_get_full_grad reads the gradients of other "
                 'parameters. Let shard= leave it out of "zero_optimization": it decides where gradients lie alone.'
             )
-        if self.engine.autotp_size() > 1:
-            raise InputError(
-                "shard= used AutoTP, whose parameters are plain local tensors, of which an audit cannot tell the parts "
-                "from each other. Audit ZeRO without it, and a plan of PyTorch's parallelize_module for the rest."
-            )
         self.engine.lr_scheduler = None  # one device has none
         self.engine._config.gradient_clipping = 0.0  # `clip` clips
 
@@ -71,6 +67,8 @@ class DeepSpeed(Host):
 
     def used(self) -> Iterator[str]:
         yield f"ZeRO {self.stage}"
+        if self.engine.autotp_size() > 1:
+            yield "AutoTP"
 
     # What is there
 
