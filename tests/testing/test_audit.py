@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.experimental import context_parallel
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -152,6 +153,37 @@ def test_a_parameter_that_is_trained_no_more_is_a_finding():
 def _contrast(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     made = F.normalize(model(x), dim=-1)
     return F.cross_entropy(made @ made.T, torch.arange(len(made)))
+
+
+class _Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(6, 18)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.mix(x)[:, None].chunk(3, -1)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def _in_context(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    alone = model.forward
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        x = x.clone()
+        with context_parallel(mesh, buffers=[x], buffer_seq_dims=[1]):
+            return alone(x)
+
+    model.forward = forward  # type: ignore[method-assign]
+    return model
+
+
+def _sequences(step: int) -> torch.Tensor:
+    return torch.randn(2, 8, 6, generator=torch.Generator().manual_seed(step))
+
+
+def test_what_cpus_have_no_kernel_for_is_said():
+    with pytest.raises(InputError, match="context_parallel has no attention for CPUs"):
+        audit(_Attending, _in_context, "cp=2", _sequences)
 
 
 # --- models that code of one's own has cut ------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from shardlib.testing.auditing.dry_grid import Grid
 from shardlib.testing.auditing.dry_report import DryFinding, DryReport, DryWork, Kept
 from shardlib.testing.auditing.dry_watch import Watch
 from shardlib.testing.auditing.dry_world import foreign_world
-from shardlib.testing.auditing.foreign import NO_SYNC_BATCH_NORM, check_meshes, check_shard, plan_of, wants
+from shardlib.testing.auditing.foreign import check_meshes, check_shard, not_on_cpus, plan_of, wants
 from shardlib.testing.equivalence.case import default_loss
 
 __all__ = ["DryFinding", "DryReport", "DryWork", "Kept", "dry_audit"]
@@ -314,8 +314,8 @@ def _explained(what: str, shape: MeshShape) -> Iterator[None]:
 
 def _reason(error: BaseException) -> str:
     said = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
-    if "SyncBatchNorm" in said:
-        return NO_SYNC_BATCH_NORM
+    if why := not_on_cpus(said):
+        return why
     if isinstance(error, _torch.fake_tensor_errors()) or "is not supported for tensor subclasses" in said:
         return (
             f"it reads the value of a tensor, which a dry audit does not have ({said}). Compute it on the device, take "

@@ -22,7 +22,6 @@ from shardlib.errors import InputError, ShardlibError, nearest
 from shardlib.testing.auditing.hosts import Host, host_of
 
 __all__ = [
-    "NO_SYNC_BATCH_NORM",
     "ChangedCode",
     "RaisedAlone",
     "call_shard",
@@ -30,15 +29,18 @@ __all__ = [
     "check_shard",
     "first_line",
     "modules_of",
+    "not_on_cpus",
     "plan_of",
     "save_checkpoint",
     "wants",
 ]
 
-NO_SYNC_BATCH_NORM = (
-    "SyncBatchNorm has no kernel for CPUs. Audit the model without convert_sync_batchnorm; an audit on ranks then says "
-    "where the statistics of each rank's own rows matter."
-)
+_NOT_ON_CPUS = {
+    "SyncBatchNorm": "SyncBatchNorm has no kernel for CPUs. Audit the model without convert_sync_batchnorm; an audit on "
+    "ranks then says where the statistics of each rank's own rows matter.",
+    "flash_attention_for_cpu.default does not have a sharding strategy": "torch's context_parallel has no attention for "
+    "CPUs. Audit the model without it, or with ring attention of your own, in products and a softmax.",
+}
 _MESHES = ("mesh", "device_mesh", "world_mesh")
 _FOLDERS = ("folder", "path", "checkpoint", "model_path", "checkpoint_path", "pretrained")
 _MODELS = ("model", "module", "net")
@@ -50,6 +52,11 @@ class ChangedCode(InputError):
 
 class RaisedAlone(Exception):
     """An exception of one rank alone: the others go on, and wait for it in vain."""
+
+
+def not_on_cpus(said: str) -> str:
+    """Return what there is to say where an error is one of CPUs alone; else an empty text."""
+    return next((text for pattern, text in _NOT_ON_CPUS.items() if pattern in said), "")
 
 
 def wants(shard: Callable[..., Any]) -> dict[str, str]:

@@ -33,13 +33,13 @@ from shardlib.testing import _carry
 from shardlib.testing.auditing import batches
 from shardlib.testing.auditing.advice import advice_on
 from shardlib.testing.auditing.foreign import (
-    NO_SYNC_BATCH_NORM,
     ChangedCode,
     RaisedAlone,
     call_shard,
     check_shard,
     first_line,
     modules_of,
+    not_on_cpus,
     plan_of,
     save_checkpoint,
     wants,
@@ -235,8 +235,8 @@ class _Stages:
             ranks = [rank for rank, text in enumerate(said) if text]
             where = "" if len(ranks) == len(said) else f"on rank {', '.join(map(str, ranks))} alone: "
             text = f"{where}{said[ranks[0]]}"
-            if "SyncBatchNorm" in text:
-                raise InputError(NO_SYNC_BATCH_NORM)
+            if why := not_on_cpus(text):
+                raise InputError(why)
             yield Check(name, "raised", text, advice=self._advice(name, None, text))
         else:
             yield from found
