@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from shardlib import engine
 from shardlib.errors import InputError, MeshError, PlanError
 from shardlib.testing.auditing.dry import DryReport, dry_audit
-from shardlib.testing.auditing.foreign import NO_SYNC_BATCH_NORM
+from shardlib.testing.auditing.foreign import not_on_cpus
 from tests.testing import dry_cases as cases
 from tests.testing.dry_cases import DIM, Words, ids
 
@@ -492,7 +492,7 @@ def test_a_mesh_in_another_order():
 
 def test_batch_norm_of_all_ranks_is_refused_as_an_audit_on_ranks_does():
     said = _refused(lambda: nn.SyncBatchNorm(DIM), cases.in_ddp)
-    assert said.endswith(NO_SYNC_BATCH_NORM)
+    assert said.endswith(not_on_cpus("SyncBatchNorm"))
 
 
 def test_only_our_message_is_shown(capfd: pytest.CaptureFixture[str]):

@@ -36,10 +36,14 @@ __all__ = [
 ]
 
 _NOT_ON_CPUS = {
-    "SyncBatchNorm": "SyncBatchNorm has no kernel for CPUs. Audit the model without convert_sync_batchnorm; an audit on "
-    "ranks then says where the statistics of each rank's own rows matter.",
-    "flash_attention_for_cpu.default does not have a sharding strategy": "torch's context_parallel has no attention for "
-    "CPUs. Audit the model without it, or with ring attention of your own, in products and a softmax.",
+    "SyncBatchNorm": (
+        "SyncBatchNorm has no kernel for CPUs. Audit the model without convert_sync_batchnorm; an audit on ranks then "
+        "says where the statistics of each rank's own rows matter."
+    ),
+    "flash_attention_for_cpu.default does not have a sharding strategy": (
+        "torch's context_parallel has no attention for CPUs. Audit the model without it, or with ring attention of "
+        "your own, in products and a softmax."
+    ),
 }
 _MESHES = ("mesh", "device_mesh", "world_mesh")
 _FOLDERS = ("folder", "path", "checkpoint", "model_path", "checkpoint_path", "pretrained")
