@@ -38,6 +38,7 @@ ROOMS = [
     ("jax",),
     ("axes", "functional", "integrations", "monitor"),
     ("testing", "cli"),
+    ("__main__",),
 ]
 LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
 
