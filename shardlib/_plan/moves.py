@@ -33,7 +33,7 @@ from shardlib.layout._boxes import Box, Part, parts
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Laid", "Move", "Moves", "Names", "Pair", "find_moves", "laid_by", "matched", "renamed"]
+__all__ = ["Laid", "Move", "Moves", "Names", "Pair", "check_node", "find_moves", "laid_by", "matched", "renamed"]
 
 Holding: TypeAlias = dict[tuple[int, ...], dict[int, Part]]
 Places: TypeAlias = Callable[[Row], tuple[tuple[int, int], ...]]
@@ -119,6 +119,9 @@ class Moves:
     node: int = 8
     _grids: dict[object, _Grid] = field(default_factory=dict, repr=False)
 
+    def __post_init__(self) -> None:
+        check_node(self.node)
+
     @functools.cached_property
     def all(self) -> tuple[Move, ...]:
         """All moves, in the order of the target's tensors and ranks: also those of a rank to itself."""
@@ -155,7 +158,7 @@ class Moves:
 
     def buckets(self, limit: int) -> Iterator[list[Move]]:
         """Cut all moves into runs in which no rank sends or receives more than `limit` bytes. A move that is larger is
-        cut along its longest dim; a single row of it that is larger goes alone."""
+        cut along its dims, the first ones first; a single element that is larger goes alone."""
         bucket: list[Move] = []
         load: Counter[tuple[str, int]] = Counter()
         for move in self.all:
@@ -261,6 +264,11 @@ class Moves:
         return min(ranks, key=lambda rank: (rank // self.node != target // self.node, load[rank], rank))
 
 
+def check_node(node: int) -> None:
+    if node < 1:
+        raise PlanError(f"node={node} was given; give the number of ranks that share a node, 1 or more.")
+
+
 def find_moves(
     source: PlanTable,
     target: PlanTable,
@@ -273,8 +281,6 @@ def find_moves(
     node: int = 8,
 ) -> Moves:
     """Return the moves between two plans; `Plan.moves_to` documents the arguments."""
-    if node < 1:
-        raise PlanError(f"moves_to(node={node}) was given; give the number of ranks that share a node, 1 or more.")
     here = laid_by(source, _ranks("source_ranks", source_ranks, source.mesh.world_size), phase)
     there = laid_by(target, _ranks("target_ranks", target_ranks, target.mesh.world_size), phase)
     return Moves(matched(here, there, names=names, padded=padded), node)
@@ -349,7 +355,13 @@ def renamed(names: Names | None) -> Callable[[str], str | None]:
     """Return the function from a name to the new one that `names` describes."""
     if names is None:
         return lambda name: name
-    return names if callable(names) else lambda name: names.get(name, name)
+    if callable(names):
+        return names
+    if isinstance(names, Mapping):
+        return lambda name: names.get(name, name)
+    raise PlanError(
+        f"names= was given as {type(names).__name__}; give a function from a name to the new one, or a mapping."
+    )
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -400,7 +412,7 @@ class _Grid:
     @functools.cached_property
     def _cuts(self) -> list[list[tuple[int, int]]]:
         """The intervals of every dim, as (start, length), in order."""
-        cells = [part.box for held in self._parts.values() for part in held]
+        cells = [part.box for of_one in self._parts.values() for part in of_one]
         return [sorted({(box.offsets[dim], box.sizes[dim]) for box in cells}) for dim in range(len(self.shape))]
 
     def meet(self, box: Box) -> Iterator[tuple[Box, tuple[int, ...]]]:

@@ -14,6 +14,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
+from shardlib._plan.moves import renamed
 from shardlib._progress import Progress
 from shardlib.checkpoint import _orbax, _paths
 from shardlib.checkpoint._files import Readers, checksum
@@ -23,7 +24,7 @@ from shardlib.checkpoint._peers import described
 from shardlib.checkpoint._permuted import Permuted, Reading, Transpose, permutations
 from shardlib.checkpoint._save import HF_INDEX, shardlib_version
 from shardlib.engine.apply import pretrained
-from shardlib.errors import CheckpointError, nearest
+from shardlib.errors import CheckpointError, PlanError, nearest
 from shardlib.layout._boxes import Box, full_box
 
 __all__ = ["Names", "Opened", "Transpose", "found", "opened", "renaming"]
@@ -225,14 +226,13 @@ def opened(
 
 
 def renaming(names: Names) -> Callable[[str], str | None] | None:
-    if names is None or callable(names):
-        return names
-    if isinstance(names, Mapping):
-        return lambda name: names.get(name, name)
-    raise CheckpointError(
-        f"names= was given as {type(names).__name__}; give a function from a name in the checkpoint to the model's, or "
-        'a mapping: names={"params.dense.kernel": "dense.weight"}.'
-    )
+    try:
+        return None if names is None else renamed(names)
+    except PlanError as error:
+        raise CheckpointError(
+            f"names= was given as {type(names).__name__}; give a function from a name in the checkpoint to the "
+            'model\'s, or a mapping: names={"params.dense.kernel": "dense.weight"}.'
+        ) from error
 
 
 def _open_foreign(

@@ -12,14 +12,15 @@ from torch import nn
 
 from shardlib._dtypes import name_of
 from shardlib._mesh_shape import MeshShape
-from shardlib._plan.moves import Laid
+from shardlib._plan.moves import Laid, check_node
 from shardlib.checkpoint._items import Item, RankMesh, first_names, item_of, model_items, rank_mesh_of_model, tied_names
 from shardlib.checkpoint._peers import Peers
 from shardlib.engine.ranks import agree
-from shardlib.errors import InputError
+from shardlib.engine.sharded import is_sharded, record_of
+from shardlib.errors import InputError, ShardingError
 from shardlib.layout import Layout
 
-__all__ = ["all_items_of", "everywhere", "items_of", "local_of"]
+__all__ = ["all_items_of", "check_sizes", "everywhere", "items_of", "local_of", "refuse_in_backward"]
 
 
 def items_of(model: nn.Module | None, ranks: tuple[int, ...], size: int) -> dict[str, Item]:
@@ -42,6 +43,20 @@ def all_items_of(model: nn.Module, size: int) -> dict[str, Item]:
     job, first = rank_mesh_of_model(model, size), first_names(model)
     named = {first.get(name, name): tensor for name, tensor in agree.named_tensors(model).items()}
     return {name: item_of("model", name, tensor, job) for name, tensor in named.items()}
+
+
+def refuse_in_backward(call: str, model: nn.Module | None, what: str = "") -> None:
+    """Raise an error while a backward pass of a model that `shard_model` has sharded is running."""
+    if model is not None and is_sharded(model) and record_of(model).reducer.is_running:
+        raise ShardingError(f"{call}() was called during backward{what}. Call it between two steps.")
+
+
+def check_sizes(call: str, node: int, **megabytes: float) -> None:
+    """Check the sizes of a call that moves weights."""
+    check_node(node)
+    for name, value in megabytes.items():
+        if not value > 0:
+            raise InputError(f"{call}({name}={value!r}) was given; give megabytes above zero.")
 
 
 def local_of(items: Mapping[str, Item], name: str) -> torch.Tensor:

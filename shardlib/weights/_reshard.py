@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -13,21 +14,21 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardlib._mesh import device_here
 from shardlib._mesh import mesh as make_mesh
-from shardlib._mesh_shape import MeshLike, MeshShape
-from shardlib._plan import Plan, make_plan
+from shardlib._mesh_shape import MeshLike
+from shardlib._plan import Plan
 from shardlib._plan.moves import Laid, Moves, Pair, laid_by, matched
 from shardlib.checkpoint._items import Item
 from shardlib.checkpoint._manifest import Saved
 from shardlib.checkpoint._optimizer import Known, describe, joined, known, make_state, optimizer_items
 from shardlib.checkpoint._peers import Peers, peers
-from shardlib.engine.apply import apply_plan, checked
+from shardlib.engine.apply import apply_plan, checked, planned
 from shardlib.engine.apply.copies import bare_again, on_meta_again
 from shardlib.engine.data.optimizer import watch_optimizers
 from shardlib.engine.sharded import Sharded, is_sharded, record_of
 from shardlib.errors import InputError, PlanError, ShardingError, short_traceback
 from shardlib.transforms import parse
 from shardlib.weights._carry import carry, torn
-from shardlib.weights._lying import all_items_of, everywhere
+from shardlib.weights._lying import all_items_of, check_sizes, everywhere, local_of, refuse_in_backward
 
 __all__ = ["reshard"]
 
@@ -75,7 +76,7 @@ def reshard(
         MeshShape("tp=1")
     """
     everyone = peers("sl.reshard", f"resharding {type(model).__name__}", timeout)
-    everyone.run("check arguments", lambda: _check(model, optimizer, bucket_mb))
+    everyone.run("check arguments", lambda: _check(model, optimizer, bucket_mb, node))
     record = record_of(model)
     device_mesh = make_mesh(plan.mesh if isinstance(plan, Plan) else plan)
     target = everyone.run("plan", lambda: _planned(model, record, plan, device_mesh))
@@ -96,7 +97,7 @@ def reshard(
     return model
 
 
-def _check(model: Any, optimizer: Any, bucket_mb: float) -> None:
+def _check(model: Any, optimizer: Any, bucket_mb: float, node: int) -> None:
     if not isinstance(model, nn.Module) or not is_sharded(model):
         raise ShardingError(
             f"reshard() was given a {type(model).__name__} that is not sharded. Shard it first: sl.shard_model(model, "
@@ -104,10 +105,8 @@ def _check(model: Any, optimizer: Any, bucket_mb: float) -> None:
         )
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise InputError(f"reshard(optimizer=...) was given a {type(optimizer).__name__}; give a torch optimizer.")
-    if not bucket_mb > 0:
-        raise InputError(f"reshard(bucket_mb={bucket_mb!r}) was given; give megabytes above zero.")
-    if record_of(model).reducer.is_running:
-        raise ShardingError("reshard() was called during backward. Call it between two steps.")
+    check_sizes("reshard", node, bucket_mb=bucket_mb)
+    refuse_in_backward("reshard", model)
     graded = [name for name, param in model.named_parameters() if param.grad is not None]
     if graded:
         raise ShardingError(
@@ -118,17 +117,15 @@ def _check(model: Any, optimizer: Any, bucket_mb: float) -> None:
 
 def _planned(model: nn.Module, record: Sharded, given: Any, device_mesh: DeviceMesh) -> Plan:
     """Return the new plan, checked: nothing has changed yet."""
-    plain, mesh = on_meta_again(model), MeshShape.of(device_mesh)
+    plain = on_meta_again(model)
     if isinstance(given, Plan):
-        made = given
+        made = planned(plain, device_mesh, given)
     else:
         old = record.full_plan
         if old.rules is None:
             raise PlanError("This model was sharded by a plan without rules, from JSON. Give reshard() a Plan.")
-        made = make_plan(plain, device_mesh, old.rules, transforms=[_again(name) for name in old.transforms])
+        made = planned(plain, device_mesh, old.rules, [_again(name) for name in old.transforms])
         made = made.replace(step=made.step.replace(bucket_mb=old.step.bucket_mb))
-    if made.mesh != mesh:
-        raise PlanError(f'The plan was made for mesh "{made.mesh}", and the mesh is "{mesh}".')
     checked(plain, made, device_mesh, exact_random=record.options["rng"] == "exact")
     return made
 
@@ -193,13 +190,10 @@ class _Job:
                 made[name] = torch.empty(shape, dtype=row.dtype, device=device)
             return made[name]
 
-        def give(name: str) -> torch.Tensor:
-            return items[name].local
-
         def gone(name: str) -> None:
             _free(items.pop(name).local)
 
-        self.carry("move the model", matched(have, want), give, room, gone)
+        self.carry("move the model", matched(have, want), partial(local_of, items), room, gone)
         for laid in want:  # those without elements here
             if any(rank == self.everyone.rank for _, rank in laid.ranks):
                 room(laid.name)
@@ -236,11 +230,8 @@ class _Job:
         items = dict(rooms)
         want = {laid.name: laid for laid in everywhere(self.everyone, "tell of new state", None, items)}
         pairs = [Pair(trained.laid[name], want[name]) for name in names if name in want]
-
-        def give(name: str) -> torch.Tensor:
-            return trained.items[name].local
-
-        self.carry("move the optimizer", pairs, give, lambda name: items[name].local, trained.items.pop)
+        give, take = partial(local_of, trained.items), partial(local_of, items)
+        self.carry("move the optimizer", pairs, give, take, trained.items.pop)
         trained.optimizer.state.update(state)
 
     def _chunks(self, trained: _Trained) -> Iterator[list[str]]:

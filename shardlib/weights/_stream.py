@@ -12,11 +12,10 @@ from torch import nn
 from shardlib._mesh_shape import MeshShape
 from shardlib._plan.moves import Laid, Moves, Names, Pair, renamed
 from shardlib.checkpoint._peers import peers
-from shardlib.engine.sharded import is_sharded, record_of
-from shardlib.errors import InputError, ShardingError
+from shardlib.errors import InputError
 from shardlib.layout import Layout
 from shardlib.weights._carry import carry
-from shardlib.weights._lying import everywhere, items_of, local_of
+from shardlib.weights._lying import check_sizes, everywhere, items_of, local_of, refuse_in_backward
 
 __all__ = ["stream_weights"]
 
@@ -59,7 +58,7 @@ def stream_weights(
     """
     everyone = peers("sl.stream_weights", "streaming weights", timeout)
     to = tuple(range(everyone.size)) if ranks is None else tuple(ranks)
-    everyone.run("check arguments", lambda: _check(model, to, everyone.size, group_mb))
+    everyone.run("check arguments", lambda: _check(model, to, everyone.size, group_mb, node))
     everyone.compare(ranks=to, dtype=dtype, group_mb=group_mb, node=node)
     items = everyone.run("look at the model", lambda: items_of(model, tuple(range(everyone.size)), everyone.size))
     name_of, limit = renamed(names), int(group_mb * 2**20)
@@ -80,17 +79,15 @@ def stream_weights(
             yield name, full.pop(name)
 
 
-def _check(model: nn.Module, ranks: Sequence[int], size: int, group_mb: float) -> None:
+def _check(model: nn.Module, ranks: Sequence[int], size: int, group_mb: float, node: int) -> None:
     if not isinstance(model, nn.Module):
         raise InputError(f"stream_weights() was given a {type(model).__name__}; give a module.")
     if strange := [rank for rank in ranks if not 0 <= rank < size]:
         raise InputError(
             f"stream_weights(ranks={list(ranks)}) was given in a job of {size}; it has no rank {strange[0]}."
         )
-    if not group_mb > 0:
-        raise InputError(f"stream_weights(group_mb={group_mb!r}) was given; give megabytes above zero.")
-    if is_sharded(model) and record_of(model).reducer.is_running:
-        raise ShardingError("stream_weights() was called during backward. Call it between two steps.")
+    check_sizes("stream_weights", node, group_mb=group_mb)
+    refuse_in_backward("stream_weights", model)
 
 
 def _whole(laid: Laid, name: str, dtype: torch.dtype | None, ranks: Sequence[int]) -> Laid:

@@ -10,10 +10,9 @@ from torch import nn
 
 from shardlib._plan.moves import Laid, Moves, Names, matched
 from shardlib.checkpoint._peers import peers
-from shardlib.engine.sharded import is_sharded, record_of
-from shardlib.errors import InputError, ShardingError, short_traceback
+from shardlib.errors import InputError, short_traceback
 from shardlib.weights._carry import carry, torn
-from shardlib.weights._lying import everywhere, items_of, local_of
+from shardlib.weights._lying import check_sizes, everywhere, items_of, local_of, refuse_in_backward
 
 __all__ = ["transfer"]
 
@@ -64,7 +63,7 @@ def transfer(
     """
     everyone = peers("sl.transfer", "transferring weights", timeout)
     everyone.compare(padded=sorted(padded), bucket_mb=bucket_mb, node=node)
-    everyone.run("check arguments", lambda: _check(source, target, bucket_mb))
+    everyone.run("check arguments", lambda: _check(source, target, bucket_mb, node))
     has = everyone.gather("count ranks", lambda: [source is not None, target is not None])
     having = [tuple(rank for rank, told in enumerate(has) if told[side]) for side in (0, 1)]
     here, there = everyone.run(
@@ -82,14 +81,12 @@ def transfer(
     return moves
 
 
-def _check(source: Any, target: Any, bucket_mb: float) -> None:
+def _check(source: Any, target: Any, bucket_mb: float, node: int) -> None:
     for what, model in (("source", source), ("target", target)):
         if model is not None and not isinstance(model, nn.Module):
             raise InputError(f"transfer({what}=...) was given a {type(model).__name__}; give a module, or None.")
-        if model is not None and is_sharded(model) and record_of(model).reducer.is_running:
-            raise ShardingError(f"transfer() was called during backward of the {what}. Call it between two steps.")
-    if not bucket_mb > 0:
-        raise InputError(f"transfer(bucket_mb={bucket_mb!r}) was given; give megabytes above zero.")
+        refuse_in_backward("transfer", model, f" of the {what}")
+    check_sizes("transfer", node, bucket_mb=bucket_mb)
 
 
 def _moves(

@@ -314,6 +314,8 @@ def _refused(kind: str) -> str:
         optimizer = "adam"
     if kind == "mesh":
         mesh = "tp=3"
+    if kind == "node":
+        options["node"] = 0
     if kind == "ranks":
         options["bucket_mb"] = 1.0 + dist.get_rank()
     with pytest.raises(ShardlibError) as caught:
@@ -330,6 +332,7 @@ def _refused(kind: str) -> str:
         ("optimizer", "reshard(optimizer=...) was given a str"),
         ("mesh", "3"),
         ("ranks", "ranks gave different values of bucket_mb"),
+        ("node", "node=0 was given"),
     ],
 )
 def test_what_cannot_be_is_refused_and_the_model_goes_on(kind: str, said: str):

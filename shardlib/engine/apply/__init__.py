@@ -59,6 +59,7 @@ __all__ = [
     "is_sharded",
     "names_here",
     "no_sync",
+    "planned",
     "record_of",
     "shard_model",
 ]
@@ -139,7 +140,7 @@ def shard_model(
     device_mesh = make_mesh(mesh)
     refuse_model(model)
     with timed(f"shard_model: plan of {type(model).__name__}"):
-        the_plan = _planned(model, device_mesh, rules, transforms, example)
+        the_plan = planned(model, device_mesh, rules, transforms, example)
     if bucket_mb is not None:
         the_plan = the_plan.replace(step=the_plan.step.replace(bucket_mb=bucket_mb))
     with timed(f"shard_model: {type(model).__name__} on {the_plan.mesh}"):
@@ -312,7 +313,8 @@ def checked(model: nn.Module, plan_: Plan, device_mesh: DeviceMesh, *, exact_ran
     return rank_plan
 
 
-def _planned(model: nn.Module, device_mesh: DeviceMesh, rules: Any, transforms: Any, example: Any = None) -> Plan:
+def planned(model: nn.Module, device_mesh: DeviceMesh, rules: Any, transforms: Any = (), example: Any = None) -> Plan:
+    """Return the plan for a model on a mesh, by rules or from a plan; for arguments see `shard_model`."""
     weigh.refuse_idle_example(rules, example)
     if isinstance(rules, Plan):
         if rules.mesh != MeshShape.of(device_mesh):

@@ -161,15 +161,15 @@ class AuditReport:
         for check in self._explained():
             yield ""
             yield from _explanation(check)
-        if held := list(self._held_alike()):
+        if replicated := list(self._replicated()):
             yield ""
-            yield from held
+            yield from replicated
         if self.changed:
             yield ""
             yield from (f"Changed for ranks on CPUs: {text}." for text in self.changed)
         yield from (f"Warning: {text}" for text in self.warnings)
 
-    def _held_alike(self) -> Iterator[str]:
+    def _replicated(self) -> Iterator[str]:
         """Iterate over remarks on parameters that an axis could split, and that each of its ranks holds instead."""
         if self.plan is None:
             return

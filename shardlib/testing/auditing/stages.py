@@ -175,7 +175,7 @@ class _Stages:
         self.control = dist.new_group(backend="gloo")
         self.host: Host | None = None
         self.start = nn.Module()  # the single device's model before training, once it is there
-        self.held: tuple[dict[str, torch.Tensor], list[str]] | None = None
+        self.full: tuple[dict[str, torch.Tensor], list[str]] | None = None
         self.stale = ""  # why the optimizer that `shard` returned is none of the model's
         self.weighted = False  # whether one device works as data ranks do
         self.parted = False  # whether the last check found ranks that differ in what they have in common
@@ -338,6 +338,8 @@ class _Stages:
         """Return the number of data ranks if the losses of their rows add up to the loss of all rows on one device: a
         sum, divided by the number of all tokens."""
         ranks = self.rank_coordinate.data[1]
+        if ranks == 1:
+            return 1
         runs = [Run(self.case, _torch.copied(self.single), (index, ranks)) for index in range(ranks)]
         try:
             of_rows = [run.loss_of(self.case.batch(0)).item() for run in runs]
@@ -631,7 +633,7 @@ class _Stages:
         both = self._twins(case)
         if not case.steps:
             raise NotOffered("no steps were asked for")
-        self.held = None
+        self.full = None
         _copy(self.sharded.full_values(buffers=True), self.alone.tensors()[1])  # each forward has changed them
         compared = 0
         for step in range(case.steps):
@@ -686,25 +688,25 @@ class _Stages:
         """
         self._refuse_parted()
         params, buffers = self.alone.tensors()
-        _copy(self._held()[0], {**params, **buffers})
+        _copy(self._full_values()[0], {**params, **buffers})
 
     def _refuse_parted(self) -> None:
         """Raise `NotReached` where ranks hold different values."""
-        if parted := self._held()[1]:
+        if parted := self._full_values()[1]:
             raise NotReached(f"ranks have parted: {_few(parted)} differ between them by now")
 
-    def _held(self) -> tuple[dict[str, torch.Tensor], list[str]]:
+    def _full_values(self) -> tuple[dict[str, torch.Tensor], list[str]]:
         """Return the sharded model's full values after its last step, and the names of those in which ranks differ.
         Collective after a step."""
-        if self.held is None:
+        if self.full is None:
             full = self.sharded.full_values()
             marks = (
                 agree.exchange_unequal({name: agree.fingerprint(tensor) for name, tensor in full.items()}, self.control)
                 or []
             )
             parted = [name for name in full if len({of_rank.get(name) for of_rank in marks}) > 1]
-            self.held = full, [name for name in parted if not self.sharded.host.is_of_rank(name)]
-        return self.held
+            self.full = full, [name for name in parted if not self.sharded.host.is_of_rank(name)]
+        return self.full
 
     def _is_of_rank(self, buffer: str) -> bool:
         return self.weighted or self.sharded.host.is_of_rank(buffer)
@@ -720,7 +722,7 @@ class _Stages:
 
     def _statistics(self) -> list[str]:
         """Return buffers that hold statistics of each rank's own rows: a checkpoint has those of one rank."""
-        return self._held()[1] if self.weighted else []
+        return self._full_values()[1] if self.weighted else []
 
     def _evaluation(self) -> Sequence[Check]:
         self._take_over()
@@ -789,7 +791,7 @@ class _Stages:
             raise NotOffered("load= does not say how one device reads what save= has saved")
         read = self.host.read(folder, lambda: single_device(self.case)) if load is None else self._read(load, folder)
         by = self.host.saves if save is None else save.__name__
-        full = {name: tensor for name, tensor in self._held()[0].items() if name not in self._statistics()}
+        full = {name: tensor for name, tensor in self._full_values()[0].items() if name not in self._statistics()}
         kept = set(read.state_dict())  # whose parameters may have names of their own there
         got = {**dict(read.named_parameters()), **{n: b for n, b in read.named_buffers() if n in kept}}
         return [self._same("save for one device", full, got, by)]
