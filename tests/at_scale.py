@@ -19,10 +19,10 @@ def plans_at_scale() -> Iterator[None]:
 
     Or in a function that it decorates.
     """
-    planned = apply._planned
+    planned = apply.planned
 
     def plan(*args: Any, **options: Any) -> Any:
         return at_scale(planned(*args, **options))
 
-    with mock.patch.object(apply, "_planned", plan):
+    with mock.patch.object(apply, "planned", plan):
         yield
