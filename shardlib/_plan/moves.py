@@ -33,7 +33,19 @@ from shardlib.layout._boxes import Box, Part, parts
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Laid", "Move", "Moves", "Names", "Pair", "check_node", "find_moves", "laid_by", "matched", "renamed"]
+__all__ = [
+    "Laid",
+    "Move",
+    "Moves",
+    "Names",
+    "Pair",
+    "Pieces",
+    "check_node",
+    "find_moves",
+    "laid_by",
+    "matched",
+    "renamed",
+]
 
 Holding: TypeAlias = dict[tuple[int, ...], dict[int, Part]]
 Places: TypeAlias = Callable[[Row], tuple[tuple[int, int], ...]]
@@ -69,20 +81,37 @@ class Move:
 
 
 @dataclass(frozen=True)
+class Pieces:
+    """The boxes of a tensor that ranks need where no layout says it, such as those that an engine's loader reads.
+
+    Attributes:
+        of_rank: for each rank disjoint boxes of the global tensor, with their boxes in its local tensor.
+    """
+
+    of_rank: tuple[tuple[Part, ...], ...]
+
+    def parts(self, index: int) -> tuple[Part, ...]:
+        return self.of_rank[index]
+
+    def __str__(self) -> str:
+        return "as read"
+
+
+@dataclass(frozen=True)
 class Laid:
     """A tensor as it lies on ranks of a job.
 
     Attributes:
         names: its names: those of a tied tensor, the first of which is that of moves.
         shape, dtype: its global shape, and the dtype that it is stored in.
-        layout, mesh: the layout, on a mesh.
+        layout, mesh: the layout, on a mesh; of a target, `Pieces` may stand for a layout.
         ranks: the ranks that hold it: on the mesh, and in the job. Of a pipeline, those of its stages.
     """
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
     dtype: torch.dtype
-    layout: Layout
+    layout: Layout | Pieces
     mesh: MeshShape
     ranks: tuple[tuple[int, int], ...]
 
@@ -238,7 +267,8 @@ class Moves:
     def _iterate(self) -> Iterator[Move]:
         load: Counter[int] = Counter()
         for pair in self.pairs:
-            grid, wanted = self._grid(pair.source), self._grid(pair.target)
+            grid = self._grid(pair.source)
+            wanted = pair.target.layout if isinstance(pair.target.layout, Pieces) else self._grid(pair.target)
             holding = grid.held_by(pair.source.ranks)
             for index, target in pair.target.ranks:
                 for part in wanted.parts(index):
@@ -254,6 +284,7 @@ class Moves:
                         yield move
 
     def _grid(self, laid: Laid) -> _Grid:
+        assert isinstance(laid.layout, Layout), "a source lies by a layout"
         key = (laid.mesh, laid.layout, laid.shape)
         if key not in self._grids:
             self._grids[key] = _Grid(*key)

@@ -8,6 +8,7 @@ is silent and can still say so to the others. Tensors have a third group, for th
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import time
 import weakref
@@ -24,7 +25,7 @@ from shardlib.engine import _torch
 from shardlib.engine.ranks import lost
 from shardlib.errors import CheckpointError, by_rank
 
-__all__ = ["Lost", "Peers", "peers"]
+__all__ = ["Lost", "Peers", "joined_peers", "peers"]
 
 T = TypeVar("T")
 
@@ -112,6 +113,9 @@ class Peers:
     def renew(self) -> None:
         """Let the next task send tensors over new connections. All ranks call it, after one has stopped sending."""
 
+    def close(self) -> None:
+        """Close connections that are these ranks' alone. Those of a job stay."""
+
     def _attempt(self, phase: str, work: Callable[[], T]) -> tuple[T | None, BaseException | None, _Failure | None]:
         try:
             with timed(f"{self.doing}: {phase}"):
@@ -143,9 +147,9 @@ def described(error: BaseException) -> str:
 
 
 class _Job(Peers):
-    def __init__(self, doing: str, timeout: float, groups: _Groups) -> None:
+    def __init__(self, doing: str, timeout: float, rank: int, size: int, groups: _Groups) -> None:
         super().__init__(doing, timeout)
-        self.rank, self.size, self._groups = dist.get_rank(), dist.get_world_size(), groups
+        self.rank, self.size, self._groups = rank, size, groups
 
     def exchange(self, phase: str, mine: Any) -> list[Any]:
         if self._groups.broken:
@@ -153,7 +157,7 @@ class _Job(Peers):
         try:
             verdict = self._collect(phase, mine) if self.rank == 0 else self._report(phase, mine)
         except BaseException as error:  # an interrupt between two messages: the others need not wait for the rest
-            lost.note(error)
+            self._note(error)
             self._groups.hang_up()
             raise
         if isinstance(verdict, str):
@@ -204,12 +208,19 @@ class _Job(Peers):
         if "Timed out" in str(error):
             why = f"did not answer within {self.timeout:g} s"
         else:
-            raised = lost.noted(rank)
+            raised = self._noted(rank)
             why = f"has left, after it raised {raised}" if raised else "has ended"
         return (
-            f'{_capital(self.doing)} failed: rank {rank} {why}, while the ranks were in phase "{phase}". Nothing that '
-            "was saved before is touched; restart the job from the last checkpoint."
+            f'{_capital(self.doing)} failed: rank {rank} {why}, while the ranks were in phase "{phase}". {self._advice}'
         )
+
+    _advice = "Nothing that was saved before is touched; restart the job from the last checkpoint."
+
+    def _note(self, error: BaseException) -> None:
+        lost.note(error)
+
+    def _noted(self, rank: int) -> str:
+        return lost.noted(rank)
 
     def _irecv(self, tensor: torch.Tensor, rank: int, group: dist.ProcessGroup | None) -> Any:
         try:
@@ -261,6 +272,36 @@ class _Job(Peers):
         self._groups.spent, self._groups.data = self._groups.data, None
 
 
+class _Joined(_Job):
+    """Ranks of several jobs, whose stores know nothing of each other."""
+
+    _advice = "Connect again; a model that has got a part of the weights refuses to serve until it has all of them."
+
+    def __init__(self, doing: str, timeout: float, rank: int, size: int, groups: _Groups) -> None:
+        super().__init__(doing, timeout, rank, size, groups)
+        self._of_device: dict[str, dist.ProcessGroup] = {}
+
+    def _note(self, error: BaseException) -> None:
+        pass
+
+    def _noted(self, rank: int) -> str:
+        return ""
+
+    def group_for(self, device: torch.device) -> dist.ProcessGroup | None:
+        if device.type == "cpu":
+            return self._groups.data
+        if device.type not in self._of_device:
+            self._of_device[device.type] = self._groups.new(
+                self.timeout, dist.get_default_backend_for_device(device.type)
+            )
+        return self._of_device[device.type]
+
+    def close(self) -> None:
+        for group in (self._groups.up, self._groups.down, self._groups.data, *self._of_device.values()):
+            if group is not None:
+                _torch.forget_joined_group(group)
+
+
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
@@ -271,8 +312,14 @@ _GRACE = 5.0  # seconds by which ranks hear later that another one was waited fo
 class _Groups:
     """Three groups of all ranks. A tensor is kept until its message is awaited: the system may still use its memory."""
 
-    def __init__(self, timeout: float) -> None:
-        self.up, self.down = (self._new(timeout) for _ in range(2))
+    def __init__(
+        self,
+        timeout: float,
+        new: Callable[[float, str], dist.ProcessGroup],
+        forget: Callable[[dist.ProcessGroup], None] = dist.destroy_process_group,
+    ) -> None:
+        self.new, self.forget = new, forget
+        self.up, self.down = (new(timeout, "gloo") for _ in range(2))
         self.data: dist.ProcessGroup | None = None
         self.spent: dist.ProcessGroup | None = None
         self.broken = False
@@ -283,13 +330,10 @@ class _Groups:
         """Make a group for tensors, where there is none yet or a rank has hung up the last one."""
         if self.data is None:
             if self.spent is not None:
-                dist.destroy_process_group(self.spent)
+                self.forget(self.spent)
                 self.spent = None
                 self._kept.clear()
-            self.data = self._new(timeout)
-
-    def _new(self, timeout: float) -> dist.ProcessGroup:
-        return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+            self.data = self.new(timeout, "gloo")
 
     def keep(self, work: Any, tensor: torch.Tensor) -> Any:
         self._kept[id(work)] = work, tensor
@@ -329,14 +373,44 @@ def peers(call: str, doing: str, timeout: float | None) -> Peers:
     world = dist.group.WORLD
     if not _made or _made[0][0]() is not world or _made[0][1].broken:
         try:
-            _made[:] = [(weakref.ref(world), _Groups(timeout))]
+            _made[:] = [(weakref.ref(world), _Groups(timeout, _of_all))]
         except RuntimeError as error:  # of gloo: it waited in vain
             raise CheckpointError(
                 f"{_capital(doing)} failed: not all {dist.get_world_size()} ranks came to it within {timeout:g} s "
                 f"({error}). A rank is lost, or does something else: look at its log; a timeout= may be longer."
             ) from error
     _made[0][1].complete(timeout)
-    return _Job(doing, timeout, _made[0][1])
+    return _Job(doing, timeout, dist.get_rank(), dist.get_world_size(), _made[0][1])
+
+
+def _of_all(timeout: float, backend: str) -> dist.ProcessGroup:
+    return dist.new_group(backend=backend, timeout=timedelta(seconds=timeout))
+
+
+def joined_peers(doing: str, store: dist.Store, rank: int, size: int, timeout: float) -> Peers:
+    """Return the ranks of several jobs that meet in a store. Collective over all of them.
+
+    Args:
+        doing: the task.
+        store: a store of their own.
+        rank: the number of this process among them. A process may be two of them, in two threads.
+        size: the number of all.
+        timeout: seconds that the ranks wait for each other.
+
+    Raises:
+        CheckpointError: not all of them have come within `timeout` seconds.
+    """
+    made = itertools.count()
+
+    def new(timeout: float, backend: str) -> dist.ProcessGroup:
+        return _torch.joined_group(store, f"{next(made)}", (rank, size), backend, timedelta(seconds=timeout))
+
+    try:
+        return _Joined(doing, timeout, rank, size, _Groups(timeout, new, _torch.forget_joined_group))
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"{_capital(doing)} failed: not all {size} ranks came to it within {timeout:g} s ({error})."
+        ) from error
 
 
 def _capital(text: str) -> str:

@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import nn
 
-from shardlib._mesh_shape import MeshShape
-from shardlib._plan.moves import Laid, Moves, Names, Pair, renamed
-from shardlib.checkpoint._peers import peers
+from shardlib._plan.moves import Laid, Moves, Names, Pair
+from shardlib.checkpoint._items import Item
+from shardlib.checkpoint._peers import Peers, peers
 from shardlib.errors import InputError
-from shardlib.layout import Layout
+from shardlib.layout._boxes import full_box
 from shardlib.weights._carry import carry
 from shardlib.weights._lying import check_sizes, everywhere, items_of, local_of, refuse_in_backward
+from shardlib.weights._names import saved_names
+from shardlib.weights._views import View, in_groups, on_meta, views_of
 
-__all__ = ["stream_weights"]
+__all__ = ["stream_weights", "streamed"]
 
 
 def stream_weights(
     model: nn.Module,
     *,
     ranks: Sequence[int] | None = None,
-    names: Names | None = None,
+    names: Names | Literal["huggingface"] | None = None,
     dtype: torch.dtype | None = None,
     group_mb: float = 256.0,
     node: int = 8,
@@ -39,7 +41,8 @@ def stream_weights(
     Args:
         model: a model, sharded by `shard_model` or by others (then it has DTensors); the same on all ranks.
         ranks: the ranks that get the tensors; all by default. On the others the loop has no turns.
-        names: other names for tensors: a mapping or a function; None leaves a tensor out.
+        names: other names for tensors: a mapping or a function, in which None leaves a tensor out. "huggingface": the
+            tensors that `save_pretrained` of the model writes, with their names: experts come one by one.
         dtype: what floating-point tensors are converted to, before they are sent.
         group_mb: most megabytes of full tensors that are gathered together; a larger tensor is gathered alone.
         node: the number of ranks that share a node: among ranks that hold the same element, one of the same node sends.
@@ -60,23 +63,38 @@ def stream_weights(
     to = tuple(range(everyone.size)) if ranks is None else tuple(ranks)
     everyone.run("check arguments", lambda: _check(model, to, everyone.size, group_mb, node))
     everyone.compare(ranks=to, dtype=dtype, group_mb=group_mb, node=node)
-    items = everyone.run("look at the model", lambda: items_of(model, tuple(range(everyone.size)), everyone.size))
-    name_of, limit = renamed(names), int(group_mb * 2**20)
+    items, sources, wanted = _look(everyone, model, names, dtype, to)
+    limit = int(group_mb * 2**20)
     device = next((item.local.device for item in items.values()), torch.device("cpu"))
-    pairs = [
-        Pair(laid, _whole(laid, new, dtype, to))
-        for laid in everywhere(everyone, "tell of the model", model, items)
-        if (new := name_of(laid.name)) is not None
-    ]
-    for group in _groups(pairs, limit):
-        mine = everyone.rank in to
-        full = {p.target.name: torch.empty(p.target.shape, dtype=p.target.dtype, device=device) for p in group if mine}
-        carry(
-            everyone, "send", Moves(tuple(group), node), partial(local_of, items), full.__getitem__, bucket_bytes=limit
-        )
-        while full:
-            name = next(iter(full))
-            yield name, full.pop(name)
+    for group in in_groups(wanted, limit):
+        mine = group if everyone.rank in to else []
+        full = {view.name: torch.empty(view.box.sizes, dtype=kept.dtype, device=device) for view, kept in mine}
+        moves = Moves(tuple(Pair(sources[view.source], kept) for view, kept in group), node)
+        carry(everyone, "send", moves, partial(local_of, items), full.__getitem__, bucket_bytes=limit)
+        for view, _ in mine:
+            yield view.name, view.of(full.pop(view.name))
+
+
+def streamed(
+    model: nn.Module, *, names: Names | Literal["huggingface"] | None = None, dtype: torch.dtype | None = None
+) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
+    """Return the name, global shape and dtype of what `stream_weights` gives, in its order. Collective over the job."""
+    _, _, wanted = _look(peers("sl.stream_weights", "describing weights", None), model, names, dtype, (0,))
+    return [(view.name, view.shape, kept.dtype) for view, kept in wanted]
+
+
+def _look(
+    everyone: Peers,
+    model: nn.Module,
+    names: Names | Literal["huggingface"] | None,
+    dtype: torch.dtype | None,
+    ranks: Sequence[int],
+) -> tuple[dict[str, Item], dict[str, Laid], list[tuple[View, Laid]]]:
+    """Return this rank's tensors of a model, how all of its tensors lie, and what comes out on some ranks."""
+    items = everyone.run("look at the model", lambda: items_of(model, tuple(range(everyone.size)), everyone.size))
+    sources = {laid.name: laid for laid in everywhere(everyone, "tell of the model", model, items)}
+    wanted = everyone.run("name the tensors", lambda: _wanted(model, sources, names, dtype, ranks))
+    return items, sources, wanted
 
 
 def _check(model: nn.Module, ranks: Sequence[int], size: int, group_mb: float, node: int) -> None:
@@ -90,21 +108,18 @@ def _check(model: nn.Module, ranks: Sequence[int], size: int, group_mb: float, n
     refuse_in_backward("stream_weights", model)
 
 
-def _whole(laid: Laid, name: str, dtype: torch.dtype | None, ranks: Sequence[int]) -> Laid:
-    """Return the tensor as all of it lies on each of some ranks."""
-    kept = laid.dtype if dtype is None or not laid.dtype.is_floating_point else dtype
-    mesh = MeshShape(dp=max(1, len(ranks)))
-    return Laid((name,), laid.shape, kept, Layout.replicate(len(laid.shape)), mesh, tuple(enumerate(ranks)))
-
-
-def _groups(pairs: Sequence[Pair], limit: int) -> Iterator[list[Pair]]:
-    group, size = list[Pair](), 0
-    for pair in pairs:
-        each = math.prod(pair.target.shape) * pair.target.dtype.itemsize
-        if group and size + each > limit:
-            yield group
-            group, size = [], 0
-        group.append(pair)
-        size += each
-    if group:
-        yield group
+def _wanted(
+    model: nn.Module,
+    sources: Mapping[str, Laid],
+    names: Names | Literal["huggingface"] | None,
+    dtype: torch.dtype | None,
+    ranks: Sequence[int],
+) -> list[tuple[View, Laid]]:
+    """Return the tensors that come out, as all of each lies on some ranks."""
+    plain = {name: on_meta(laid.shape, laid.dtype) for name, laid in sources.items()}
+    found = []
+    for view in views_of(saved_names(model, names), plain):
+        source = sources[view.source]
+        kept = source.dtype if dtype is None or not source.dtype.is_floating_point else dtype
+        found.append((view, view.laid(source, {rank: [full_box(view.shape)] for rank in ranks}, kept)))
+    return found

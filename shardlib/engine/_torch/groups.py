@@ -36,6 +36,12 @@ private(
     without="a rank cannot hang up when another rank is lost, and its peers wait for their time limit",
 )
 private(
+    "torch.distributed._dist2._BACKENDS",
+    why="to make a process group with ranks of another job, such as those of an inference engine",
+    without="weights cannot be sent to an engine in memory",
+    optional=True,
+)
+private(
     "torch.distributed.tensor._random._rng_tracker",
     why="to drop DTensor's tracker of random numbers with the mesh that it is for",
     without="the tracker of a job that is gone would be asked, and would synchronise over its groups",
@@ -59,8 +65,10 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 __all__ = [
     "default_store",
     "flattened",
+    "forget_joined_group",
     "forget_meshes",
     "is_fake_group",
+    "joined_group",
     "new_group",
     "place_of_group",
     "process_groups",
@@ -137,6 +145,39 @@ def default_store() -> dist.Store:
     """Return the store through which the ranks of this job met."""
     assert dist.group.WORLD is not None
     return dist.group.WORLD.get_group_store()
+
+
+def joined_group(
+    store: dist.Store, name: str, place: tuple[int, int], backend: str, timeout: timedelta
+) -> dist.ProcessGroup:
+    """Make a process group with ranks of other jobs, which has its own numbers of them. All of them call it.
+
+    Args:
+        store: a store that they share.
+        name: what distinguishes the group in the store.
+        place: the number of this process in the group, and of all.
+        backend: such as "gloo".
+        timeout: how long its collectives wait.
+    """
+    from torch.distributed import _dist2
+
+    device = torch.device("cpu") if backend == "gloo" else torch.device(*_current_accelerator())
+    prefixed = dist.PrefixStore(name, store)
+    group = _dist2._BACKENDS[backend](prefixed, *place, timeout, device)
+    # What the functions that send and receive look up of a group.
+    c10d._world.pg_map[group] = (backend, prefixed)
+    c10d._world.pg_group_ranks[group] = {each: each for each in range(place[1])}
+    return group
+
+
+def forget_joined_group(group: dist.ProcessGroup) -> None:
+    """Release a group of `joined_group`: its connections close with the last reference to it."""
+    c10d._world.pg_map.pop(group, None)
+    c10d._world.pg_group_ranks.pop(group, None)
+
+
+def _current_accelerator() -> tuple[str, int]:
+    return torch.accelerator.current_accelerator().type, torch.accelerator.current_device_index()  # type: ignore[union-attr]
 
 
 def process_groups() -> list[dist.ProcessGroup]:

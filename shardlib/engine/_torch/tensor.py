@@ -53,6 +53,7 @@ private(
 
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.multiprocessing.reductions import StorageWeakRef
 
 __all__ = [
     "DTensorSpec",
@@ -66,6 +67,7 @@ __all__ = [
     "local_of",
     "local_shape_and_offset",
     "mark_parameter",
+    "memory_of",
     "on_dim",
     "referenced",
     "replicated_spec",
@@ -285,6 +287,11 @@ def chunks_of(size: int, n: int, index: int, pieces: int = 1) -> list[tuple[int,
         start = min(chunk * index, length)
         found.append((first + start, min(chunk, length - start)))
     return found
+
+
+def memory_of(tensor: torch.Tensor) -> int:
+    """Return what tensors have in common that lie in one storage, also on the meta device, while one of them lives."""
+    return StorageWeakRef(tensor.untyped_storage()).cdata
 
 
 # Tells whether two tensors lie in one storage; fake ones too.
