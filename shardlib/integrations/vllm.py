@@ -39,7 +39,7 @@ from vllm.platforms import current_platform
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from shardlib._plan.moves import Moves, Names
-from shardlib.checkpoint._peers import Peers, joined_peers, peers
+from shardlib.checkpoint._peers import Peers, described, joined_peers, peers
 from shardlib.errors import CheckpointError, InputError, short_traceback
 from shardlib.weights._carry import torn
 from shardlib.weights._feed import Feed
@@ -163,7 +163,13 @@ class WorkerEngine(WeightTransferEngine[WorkerInitInfo, WorkerUpdateInfo]):
             with set_default_torch_dtype(self.model_config.dtype), torch.device("meta"):
                 twin = initialize_model(config)
             loaded: list[set[str] | None] = []
-            found = reads_of(lambda weights: loaded.append(twin.load_weights(weights)), tensors)
+            try:
+                found = reads_of(lambda weights: loaded.append(twin.load_weights(weights)), tensors)
+            except Exception as error:
+                raise InputError(
+                    f"vLLM's {type(twin).__name__} does not load the tensors of the model: {described(error)}. The model "
+                    "and the one that vLLM has started with have to be of one class and size; names= maps names."
+                ) from error
         if loaded[0] is not None:
             missing = sorted({name for name, _ in twin.named_parameters()} - loaded[0])
             if missing:
@@ -316,7 +322,7 @@ def connect(
     """
     job = peers("vllm.connect", "connecting to vLLM", timeout)
     job.compare(group_mb=group_mb, node=node)
-    job.run("check arguments", lambda: _check(model, group_mb, node))
+    job.run("check arguments", lambda: _check(model, workers, group_mb, node))
     speaking = None if client is None else _speaking(client)
     counts = job.gather("count workers", lambda: 0 if speaking is None else _workers(speaking, workers))
     if not sum(counts):
@@ -362,9 +368,11 @@ def _names(model: nn.Module, names: Names | None) -> Names | Literal["huggingfac
     return "huggingface" if names is None and is_of_transformers(model) else names
 
 
-def _check(model: Any, group_mb: float, node: int) -> None:
+def _check(model: Any, workers: int | None, group_mb: float, node: int) -> None:
     if not isinstance(model, nn.Module):
         raise InputError(f"connect() was given a {type(model).__name__}; give a module.")
+    if workers is not None and workers < 1:
+        raise InputError(f"connect(workers={workers}) was given; give the number of the engine's workers.")
     check_sizes("connect", node, group_mb=group_mb)
 
 
