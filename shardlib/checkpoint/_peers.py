@@ -113,6 +113,9 @@ class Peers:
     def renew(self) -> None:
         """Let the next task send tensors over new connections. All ranks call it, after one has stopped sending."""
 
+    def complete(self) -> None:
+        """Make connections for tensors, where `renew` has left none. All ranks call it before they send again."""
+
     def close(self) -> None:
         """Close connections that are these ranks' alone. Those of a job stay."""
 
@@ -153,7 +156,7 @@ class _Job(Peers):
 
     def exchange(self, phase: str, mine: Any) -> list[Any]:
         if self._groups.broken:
-            raise Lost(f"{_capital(self.doing)} failed: ranks were lost before. Restart the job.")
+            raise Lost(f"{_capital(self.doing)} failed: ranks were lost before. {self._advice}")
         try:
             verdict = self._collect(phase, mine) if self.rank == 0 else self._report(phase, mine)
         except BaseException as error:  # an interrupt between two messages: the others need not wait for the rest
@@ -263,6 +266,9 @@ class _Job(Peers):
 
     def group_for(self, device: torch.device) -> dist.ProcessGroup | None:
         return self._groups.data if device.type == "cpu" else None
+
+    def complete(self) -> None:
+        self._groups.complete(self.timeout)
 
     def stop_sending(self) -> None:
         if self._groups.data is not None:
@@ -379,8 +385,9 @@ def peers(call: str, doing: str, timeout: float | None) -> Peers:
                 f"{_capital(doing)} failed: not all {dist.get_world_size()} ranks came to it within {timeout:g} s "
                 f"({error}). A rank is lost, or does something else: look at its log; a timeout= may be longer."
             ) from error
-    _made[0][1].complete(timeout)
-    return _Job(doing, timeout, dist.get_rank(), dist.get_world_size(), _made[0][1])
+    job = _Job(doing, timeout, dist.get_rank(), dist.get_world_size(), _made[0][1])
+    job.complete()
+    return job
 
 
 def _of_all(timeout: float, backend: str) -> dist.ProcessGroup:

@@ -11,7 +11,7 @@ import copy
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
@@ -51,6 +51,7 @@ from shardlib.weights._views import Read, reads_of
 __all__ = ["Connection", "ModelWeights", "connect", "register"]
 
 BACKEND = "shardlib"
+_SETTLING = 30.0  # seconds for an engine to end a call after the ranks that it met have failed
 
 
 def register() -> None:
@@ -102,6 +103,7 @@ class WorkerEngine(WeightTransferEngine[WorkerInitInfo, WorkerUpdateInfo]):
     update_info_cls = WorkerUpdateInfo
     supports_draft_weight_update = False
 
+    partly: Sequence[str] = ()
     _everyone: Peers | None = None
     _feed: Feed
 
@@ -164,11 +166,13 @@ class WorkerEngine(WeightTransferEngine[WorkerInitInfo, WorkerUpdateInfo]):
                 twin = initialize_model(config)
             loaded: list[set[str] | None] = []
             try:
-                found = reads_of(lambda weights: loaded.append(twin.load_weights(weights)), tensors)
+                found, self.partly = reads_of(
+                    lambda weights: loaded.append(twin.load_weights(weights)), tensors, dict(twin.named_parameters())
+                )
             except Exception as error:
                 raise InputError(
-                    f"vLLM's {type(twin).__name__} does not load the tensors of the model: {described(error)}. The model "
-                    "and the one that vLLM has started with have to be of one class and size; names= maps names."
+                    f"vLLM's {type(twin).__name__} does not load the model's tensors: {described(error)}. It has to "
+                    "be of the class and size that vLLM has started with; names= maps names."
                 ) from error
         if loaded[0] is not None:
             missing = sorted({name for name, _ in twin.named_parameters()} - loaded[0])
@@ -225,6 +229,7 @@ class Connection(TrainerWeightTransferEngine[ConnectionInitInfo]):
     Attributes:
         moves: what each group of tensors moves, as values that print. Equal on all ranks.
         unread: names of the model's tensors that the engines do not read, such as those that they tie.
+        partly: names of vLLM's parameters that keep some of their values, such as padding.
     """
 
     init_info_cls = ConnectionInitInfo
@@ -253,6 +258,10 @@ class Connection(TrainerWeightTransferEngine[ConnectionInitInfo]):
     @property
     def unread(self) -> list[str]:
         return self._feed.unread
+
+    @property
+    def partly(self) -> list[str]:
+        return self._feed.partly
 
     @short_traceback
     def send_weights(self) -> None:
@@ -383,9 +392,11 @@ def _beside(calls: ThreadPoolExecutor, call: Any, argument: Any) -> Iterator[Fut
     try:
         yield answer
     except BaseException as error:
-        if answer is not None and answer.done() and (theirs := answer.exception()) is not None:
-            raise error from theirs
-        raise
+        theirs = None
+        if answer is not None:  # the engine has the same error, and ends its call
+            with contextlib.suppress(TimeoutError):
+                theirs = answer.exception(_SETTLING)
+        raise error from theirs
     if answer is not None:
         answer.result()
 

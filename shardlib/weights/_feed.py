@@ -7,7 +7,7 @@ which the rest has no values.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -31,9 +31,11 @@ class Loader(Protocol):
 
     Attributes:
         device: where it takes them.
+        partly: names of the engine's parameters that `load` does not fill, known after `reads`.
     """
 
     device: torch.device
+    partly: Sequence[str]
 
     def reads(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, Read]:
         """Return what `load` reads of each tensor, from tensors on the meta device."""
@@ -48,6 +50,7 @@ class Feed:
     Attributes:
         moves: what moves, by group. Equal on all ranks.
         unread: names of the model's tensors that no engine reads, such as those that it ties.
+        partly: names of the engine's parameters that keep some of their values, such as padding.
     """
 
     def __init__(
@@ -77,10 +80,12 @@ class Feed:
         self._laid = self._tell()
         named = everyone.gather("name the tensors", lambda: [] if convert is None else self._views(convert))[0]
         self._named = [View(name, source, Box(*map(tuple, box)), tuple(dims)) for name, source, box, dims in named]
+        told = everyone.gather("see what the engine reads", self._reads)
         self._read = [
-            {name: (getattr(torch, dtype), [Box(*map(tuple, box)) for box in boxes]) for name, dtype, boxes in of_rank}
-            for of_rank in everyone.gather("see what the engine reads", self._reads)
+            {name: (getattr(torch, dtype), [Box(*map(tuple, box)) for box in boxes]) for name, dtype, boxes in read}
+            for read, _ in told
         ]
+        self.partly = list(dict.fromkeys(name for _, partly in told for name in partly))
         self._plan()
 
     def send(self) -> None:
@@ -105,6 +110,7 @@ class Feed:
 
     def _tell(self) -> list[Laid]:
         self._everyone.run("check arguments", lambda: refuse_in_backward("send_weights", self._model))
+        self._everyone.complete()
         ranks = tuple(range(self._trainers))
         self._items = self._everyone.run("look at the model", lambda: items_of(self._model, ranks, self._trainers))
         return everywhere(self._everyone, "tell of the model", self._model, self._items)
@@ -115,13 +121,14 @@ class Feed:
 
     def _reads(self) -> list[Any]:
         if self._loader is None:
-            return []
+            return [[], []]
         dtypes = {laid.name: laid.dtype for laid in self._laid}
         found = self._loader.reads({view.name: on_meta(view.shape, dtypes[view.source]) for view in self._named})
-        return [
-            [name, name_of(read.dtype), [[box.offsets, box.sizes] for box in read.boxes]]
-            for name, read in found.items()
+        read = [
+            [name, name_of(each.dtype), [[box.offsets, box.sizes] for box in each.boxes]]
+            for name, each in found.items()
         ]
+        return [read, [*self._loader.partly]]
 
     def _plan(self) -> None:
         sources = {laid.name: laid for laid in self._laid}

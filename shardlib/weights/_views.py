@@ -132,20 +132,30 @@ def views_of(convert: Callable[[dict[str, torch.Tensor]], Tensors], tensors: Ten
     return found
 
 
-def reads_of(load: Callable[[Iterable[tuple[str, torch.Tensor]]], Any], tensors: Tensors) -> dict[str, Read]:
-    """Return what a loader reads of tensors, by name; of those that it does not read, nothing.
+def reads_of(
+    load: Callable[[Iterable[tuple[str, torch.Tensor]]], Any], tensors: Tensors, into: Tensors | None = None
+) -> tuple[dict[str, Read], list[str]]:
+    """Return what a loader reads of tensors, by name; of those that it does not read, nothing. Return also the names of
+    parameters of which it does not write all elements.
 
     Args:
         load: takes pairs of name and tensor, and copies them into parameters on the meta device.
         tensors: tensors on the meta device.
+        into: the parameters.
     """
     with _Following(tensors) as following, torch.no_grad():
         load(iter(tensors.items()))
-    return {
+    left = [
+        name
+        for name, param in (into or {}).items()
+        if sum(following.written[_torch.memory_of(param)].values()) < param.numel()
+    ]
+    read = {
         name: Read(_disjoint([box for box, _ in following.read[name]]), _widest([d for _, d in following.read[name]]))
         for name in tensors
         if name in following.read
     }
+    return read, left
 
 
 class _Following(_torch.TorchDispatchMode):
@@ -156,6 +166,7 @@ class _Following(_torch.TorchDispatchMode):
         self._tensors = tensors
         self._names = {_torch.memory_of(tensor): name for name, tensor in tensors.items()}
         self.read: dict[str, list[tuple[Box, torch.dtype]]] = defaultdict(list)
+        self.written: dict[int, dict[tuple[Any, ...], int]] = defaultdict(dict)
 
     def source(self, tensor: torch.Tensor) -> str | None:
         """Return the name of the tensor that one is a view of."""
@@ -166,6 +177,9 @@ class _Following(_torch.TorchDispatchMode):
         if func in _COPIES and self.source(args[0]) is not None:
             return torch.ops.aten.alias.default(args[0])  # a copy has the same values: it is followed
         result = func(*args, **kwargs)
+        if func in _WRITES:
+            at = (args[0].storage_offset(), *args[0].shape, *args[0].stride())
+            self.written[_torch.memory_of(args[0])][at] = args[0].numel()
         given = list(_torch.tensors_in((args, kwargs)))
         if not any(self.source(tensor) is not None for tensor in _torch.tensors_in(result)):
             for tensor in given:
@@ -175,6 +189,7 @@ class _Following(_torch.TorchDispatchMode):
         return result
 
 
+_WRITES = (torch.ops.aten.copy_.default, torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
 _COPIES = (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default)
 
 

@@ -37,6 +37,7 @@ def _doubled(model: Any) -> Any:
 def test_an_engine_in_this_process(llm: Any):
     model = model_of("llama")
     connection = connect(model, llm)
+    assert not connection.partly and not connection.unread
     connection.send_weights()
     assert compare(llm, model) < 2e-4
     _doubled(model)
@@ -73,8 +74,8 @@ def test_a_loader_that_fails_leaves_an_engine_that_refuses_until_it_has_all(llm:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"names": lambda name: f"policy.{name}"}, "parameters that no tensor of the model fills"),
-        ({"names": lambda name: None if "k_proj" in name else name}, "parameters that no tensor"),
+        ({"names": lambda name: f"policy.{name}"}, "no module or parameter named 'policy'"),
+        ({"names": lambda name: None if "mlp" in name else name}, "parameters that no tensor of the model fills"),
         ({"workers": 0}, "workers=0"),
         ({"group_mb": 0}, "group_mb=0"),
     ],
@@ -97,10 +98,16 @@ def test_another_model_is_refused(llm: Any):
     connection.shutdown()
 
 
+def test_a_parameter_that_is_filled_in_part_is_told(llm: Any):
+    connection = connect(model_of("llama"), llm, names=lambda name: None if "k_proj" in name else name)
+    assert connection.partly == [f"model.layers.{layer}.self_attn.qkv_proj.weight" for layer in (0, 1)]
+    connection.shutdown()
+
+
 def test_no_engine_and_no_model():
     with pytest.raises(InputError, match="client=None"):
         connect(model_of("llama"))
-    with pytest.raises(InputError, match="give a module"):
+    with pytest.raises(CheckpointError, match="give a module"):
         connect("llama", None)
 
 

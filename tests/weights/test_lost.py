@@ -79,7 +79,7 @@ def test_a_change_of_mesh_names_a_rank_that_is_killed(tmp_path: Path):
 class _Eats:
     """A loader that reads all of every tensor, on ranks 1 and 2; rank 1 ends in the middle."""
 
-    device = torch.device("cpu")
+    device, partly = torch.device("cpu"), ()
 
     def reads(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, Read]:
         return {name: Read((full_box(tensor.shape),), tensor.dtype) for name, tensor in tensors.items()}

@@ -71,7 +71,7 @@ def test_what_a_loader_reads_is_in_the_boxes(drawn):
             view = _reached(tensor, steps)
             torch.empty(view.shape, device="meta").copy_(view)
 
-    boxes = reads_of(load, {"w": on_meta(shape, torch.float32)})["w"].boxes
+    boxes = reads_of(load, {"w": on_meta(shape, torch.float32)})[0]["w"].boxes
     read = {int(n) for n in _reached(torch.arange(torch.Size(shape).numel()).reshape(shape), steps).flatten()}
     assert read <= _elements(shape, boxes)
     if all(step[0] in ("narrow", "select", "transpose", "clone", "expand") for step in steps):
@@ -112,7 +112,7 @@ def test_reads_of_several_tensors_and_dtypes():
         "scale": on_meta((4,), torch.float64),
         "unused": on_meta((3,), torch.float32),
     }
-    reads = reads_of(load, tensors)
+    reads, _ = reads_of(load, tensors)
     assert {name: (read.boxes, read.dtype) for name, read in reads.items()} == {
         "q": ((Box((4, 0), (4, 4)),), torch.bfloat16),
         "k": ((Box((0, 0), (2, 4)),), torch.bfloat16),
@@ -127,9 +127,25 @@ def test_boxes_that_meet_are_read_as_one():
             torch.empty(3, device="meta").copy_(tensor[2:5])
             torch.empty(2, device="meta").copy_(tensor[6:])
 
-    assert reads_of(load, {"w": on_meta((8,), torch.float32)})["w"].boxes == (Box((0,), (5,)), Box((6,), (2,)))
+    assert reads_of(load, {"w": on_meta((8,), torch.float32)})[0]["w"].boxes == (Box((0,), (5,)), Box((6,), (2,)))
 
 
 def test_a_computed_tensor_is_refused():
     with pytest.raises(InputError, match='computes "sum" from others'):
         views_of(lambda t: {"sum": t["a"] + t["b"]}, {name: on_meta((2,), torch.float32) for name in "ab"})
+
+
+def test_parameters_that_are_not_filled_are_told():
+    into = {name: on_meta((6, 4), torch.bfloat16) for name in ("fused", "padded", "half", "none")}
+
+    def load(weights):
+        for name, tensor in weights:
+            into["fused"][: len(tensor)].copy_(tensor)
+            into["fused"][len(tensor) :].copy_(tensor[:2])
+            into["half"][:3].copy_(tensor[:3])
+            into["half"][:3].copy_(tensor[:3])  # twice the same
+            into["padded"][:4].copy_(tensor)
+            into["padded"][4:].fill_(0)
+            assert name == "w"
+
+    assert reads_of(load, {"w": on_meta((4, 4), torch.float32)}, into)[1] == ["half", "none"]
