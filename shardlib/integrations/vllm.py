@@ -44,7 +44,7 @@ from shardlib.errors import CheckpointError, InputError, short_traceback
 from shardlib.weights._carry import torn
 from shardlib.weights._feed import Feed
 from shardlib.weights._lying import check_sizes
-from shardlib.weights._names import is_of_transformers, saved_names
+from shardlib.weights._names import adapters_merged, is_of_transformers, saved_names
 from shardlib.weights._stream import stream_weights, streamed
 from shardlib.weights._views import Read, reads_of
 
@@ -247,9 +247,9 @@ class Connection(TrainerWeightTransferEngine[ConnectionInitInfo]):
             timeout=init_info.timeout,
         )
 
-    def __init__(self, feed: Feed, everyone: Peers, client: Any, calls: ThreadPoolExecutor) -> None:
+    def __init__(self, model: nn.Module, feed: Feed, everyone: Peers, client: Any, calls: ThreadPoolExecutor) -> None:
         super().__init__(client=client, is_sender=client is not None)
-        self._feed, self._everyone, self._calls = feed, everyone, calls
+        self._model, self._feed, self._everyone, self._calls = model, feed, everyone, calls
 
     @property
     def moves(self) -> list[Moves]:
@@ -267,7 +267,9 @@ class Connection(TrainerWeightTransferEngine[ConnectionInitInfo]):
     def send_weights(self) -> None:
         """Send the weights that the model has now. Collective over the training job.
 
-        Engines should have no requests under way. The prefix cache of an engine is of the old weights: reset it.
+        Adapters of peft are merged for the time of sending; that takes a copy of this rank's shards of the weights that
+        they adapt. Engines should have no requests under way. The prefix cache of an engine is of the old weights:
+        reset it.
 
         Raises:
             ShardingError: a backward pass is running.
@@ -276,7 +278,10 @@ class Connection(TrainerWeightTransferEngine[ConnectionInitInfo]):
         """
         job = peers("vllm.send_weights", "sending weights to vLLM", self._everyone.timeout)
         job.run("start", self.client.start_weight_update if self.client is not None else lambda: None)
-        with _beside(self._calls, self.client and self.client.update_weights, {}):
+        with (
+            adapters_merged(self._model),
+            _beside(self._calls, self.client and self.client.update_weights, {}),
+        ):
             self._feed.send()
         job.run("finish", self.client.finish_weight_update if self.client is not None else lambda: None)
 
@@ -370,7 +375,7 @@ def connect(
             group_bytes=int(group_mb * 2**20),
             node=node,
         )
-    return Connection(feed, everyone, speaking, calls)
+    return Connection(model, feed, everyone, speaking, calls)
 
 
 def _names(model: nn.Module, names: Names | None) -> Names | Literal["huggingface"] | None:

@@ -16,7 +16,7 @@ from shardlib.errors import InputError
 from shardlib.layout._boxes import full_box
 from shardlib.weights._carry import carry
 from shardlib.weights._lying import check_sizes, everywhere, items_of, local_of, refuse_in_backward
-from shardlib.weights._names import saved_names
+from shardlib.weights._names import adapters_merged, saved_names
 from shardlib.weights._views import View, in_groups, on_meta, views_of
 
 __all__ = ["stream_weights", "streamed"]
@@ -42,7 +42,8 @@ def stream_weights(
         model: a model, sharded by `shard_model` or by others (then it has DTensors); the same on all ranks.
         ranks: the ranks that get the tensors; all by default. On the others the loop has no turns.
         names: other names for tensors: a mapping or a function, in which None leaves a tensor out. "huggingface": the
-            tensors that `save_pretrained` of the model writes, with their names: experts come one by one.
+            tensors that `save_pretrained` of the model writes, with their names: experts come one by one, and adapters
+            of peft are merged while the loop runs.
         dtype: what floating-point tensors are converted to, before they are sent.
         group_mb: most megabytes of full tensors that are gathered together; a larger tensor is gathered alone.
         node: the number of ranks that share a node: among ranks that hold the same element, one of the same node sends.
@@ -66,13 +67,14 @@ def stream_weights(
     items, sources, wanted = _look(everyone, model, names, dtype, to)
     limit = int(group_mb * 2**20)
     device = next((item.local.device for item in items.values()), torch.device("cpu"))
-    for group in in_groups(wanted, limit):
-        mine = group if everyone.rank in to else []
-        full = {view.name: torch.empty(view.box.sizes, dtype=kept.dtype, device=device) for view, kept in mine}
-        moves = Moves(tuple(Pair(sources[view.source], kept) for view, kept in group), node)
-        carry(everyone, "send", moves, partial(local_of, items), full.__getitem__, bucket_bytes=limit)
-        for view, _ in mine:
-            yield view.name, view.of(full.pop(view.name))
+    with adapters_merged(model if names == "huggingface" else None):
+        for group in in_groups(wanted, limit):
+            mine = group if everyone.rank in to else []
+            full = {view.name: torch.empty(view.box.sizes, dtype=kept.dtype, device=device) for view, kept in mine}
+            moves = Moves(tuple(Pair(sources[view.source], kept) for view, kept in group), node)
+            carry(everyone, "send", moves, partial(local_of, items), full.__getitem__, bucket_bytes=limit)
+            for view, _ in mine:
+                yield view.name, view.of(full.pop(view.name))
 
 
 def streamed(

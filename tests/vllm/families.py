@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import transformers
 
-__all__ = ["FAMILIES", "PROMPTS", "model_of", "write"]
+__all__ = ["FAMILIES", "LORA", "PROMPTS", "model_of", "write"]
 
 _SIZES = {
     "vocab_size": 200,
@@ -33,11 +33,19 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, **_EXPERTS}),
     "qwen3-moe": ("Qwen3MoeConfig", {"num_experts": 4, "moe_intermediate_size": 64, **_EXPERTS}),
 }
+LORA = "llama-lora"
 PROMPTS = ([5, 6, 7], [50, 60, 70, 1])
 
 
 def model_of(family: str) -> transformers.PreTrainedModel:
     """Return a model in float32, with the same values each time."""
+    if family == LORA:
+        import peft
+
+        layers = ["q_proj", "v_proj", "down_proj"]
+        return peft.get_peft_model(
+            model_of("llama"), peft.LoraConfig(r=4, target_modules=layers, init_lora_weights=False)
+        )
     config, options = FAMILIES[family]
     torch.manual_seed(0)
     return transformers.AutoModelForCausalLM.from_config(getattr(transformers, config)(**_SIZES, **options)).float()
@@ -45,7 +53,7 @@ def model_of(family: str) -> transformers.PreTrainedModel:
 
 def write(family: str, folder: Path) -> None:
     """Write the folder that vLLM starts from. Its weights are others than those of `model_of`."""
-    model = model_of(family)
+    model = model_of("llama" if family == LORA else family)
     with torch.no_grad():
         for param in model.parameters():
             param.add_(0.01)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.house.source import ROOT
+from tests.vllm.families import LORA
 
 _CASES = [
     ("llama", "dp=2", 2, ["--zero", "3"]),
@@ -18,6 +19,7 @@ _CASES = [
     ("gemma3", "dp=2", 2, ["--zero", "3"]),
     ("mixtral", "ep=2", 2, []),
     ("qwen3-moe", "tp=2", 2, []),
+    (LORA, "dp=2", 1, ["--zero", "3"]),
 ]
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from transformers.core_model_loading import revert_weight_conversion
 
 import shardlib as sl
 from shardlib.errors import ShardlibError
 from shardlib.testing import shared_pool
 from shardlib.weights import stream_weights
+from tests.vllm.families import LORA, model_of
 from tests.weights.cases import COLUMNS, RULES, STAGED, Shard, fsdp, made, ours
 
 
@@ -56,3 +59,28 @@ def _refused(options: dict[str, Any]) -> str:
 def test_what_does_not_fit_is_refused(options: dict[str, Any], said: str):
     for told in shared_pool(2).run(_refused, options):
         assert said in told
+
+
+def _as_saved(family: str, mesh: str, transforms: tuple[Any, ...]) -> float:
+    """Return how far the tensors of a checkpoint are from what transformers makes of the model on one device."""
+    model = model_of(family)
+    alone = copy.deepcopy(model)
+    if family == LORA:
+        alone = alone.merge_and_unload()
+    want = revert_weight_conversion(alone, alone.state_dict())
+    model = sl.shard_model(model, mesh, transforms=transforms)
+    before = {name: tensor.clone() for name, tensor in sl.full_state_dict(model).items()}
+    came = dict(stream_weights(model, names="huggingface", group_mb=1 / 16))
+    assert came.keys() == want.keys() - {"lm_head.weight"} or came.keys() == want.keys()
+    after = sl.full_state_dict(model)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in after.items())  # also where adapters were merged
+    return max(float((tensor - want[name]).abs().max()) for name, tensor in came.items())
+
+
+@pytest.mark.parametrize(
+    ("family", "mesh", "transforms"),
+    [("mixtral", "ep=2", ()), ("qwen3-moe", "tp=2", (sl.zero(3),)), (LORA, "tp=2", ()), (LORA, "dp=2", (sl.zero(3),))],
+)
+def test_tensors_come_as_transformers_saves_them(family: str, mesh: str, transforms: tuple[Any, ...]):
+    for apart in shared_pool(2).run(_as_saved, family, mesh, transforms):
+        assert apart < (1e-6 if family == LORA else 1e-12)
