@@ -43,7 +43,7 @@ from shardlib.checkpoint._peers import Peers, described, joined_peers, peers
 from shardlib.errors import CheckpointError, InputError, short_traceback
 from shardlib.weights._carry import torn
 from shardlib.weights._feed import Feed
-from shardlib.weights._lying import check_sizes
+from shardlib.weights._lying import check_sizes, refuse_in_backward
 from shardlib.weights._names import adapters_merged, is_of_transformers, saved_names
 from shardlib.weights._stream import stream_weights, streamed
 from shardlib.weights._views import Read, reads_of
@@ -124,10 +124,6 @@ class WorkerEngine(WeightTransferEngine[WorkerInitInfo, WorkerUpdateInfo]):
         )
 
     def start_weight_update(self) -> None:
-        for layer in self.model.modules():  # what an update that failed has left
-            if (info := get_layerwise_info(layer)).can_load():
-                _place_kernel_tensors(layer, info)
-                info.reset()
         if current_platform.is_cpu():
             _unpack_experts(self.model)
         initialize_layerwise_reload(self.model)
@@ -142,7 +138,11 @@ class WorkerEngine(WeightTransferEngine[WorkerInitInfo, WorkerUpdateInfo]):
             raise InputError("vLLM was to take weights before it was connected: shardlib.integrations.vllm.connect().")
         self._torn = contextlib.ExitStack()
         self._torn.enter_context(torn(self.model))
-        self._feed.send()
+        try:
+            self._feed.send()
+        except BaseException:
+            _end_reload(self.model)
+            raise
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
@@ -187,6 +187,14 @@ class WorkerEngine(WeightTransferEngine[WorkerInitInfo, WorkerUpdateInfo]):
     def load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         with torch.no_grad():
             self.model.load_weights(weights)
+
+
+def _end_reload(model: nn.Module) -> None:
+    """End a reload in the middle: layers that are not complete get the weights back that they had."""
+    for layer in model.modules():
+        if (info := get_layerwise_info(layer)).can_load():
+            _place_kernel_tensors(layer, info)
+            info.reset()
 
 
 def _unpack_experts(model: nn.Module) -> None:
@@ -236,6 +244,8 @@ class Connection(TrainerWeightTransferEngine[ConnectionInitInfo]):
 
     @classmethod
     def trainer_init(cls, init_info: ConnectionInitInfo, *, client: Any, source: Any = None) -> Connection:
+        if source is not None:
+            raise InputError('A source was given for the backend "shardlib"; give ConnectionInitInfo(model=...) alone.')
         return connect(
             init_info.model,
             client,
@@ -277,6 +287,7 @@ class Connection(TrainerWeightTransferEngine[ConnectionInitInfo]):
                 the weights refuses to serve.
         """
         job = peers("vllm.send_weights", "sending weights to vLLM", self._everyone.timeout)
+        job.run("check arguments", lambda: refuse_in_backward("send_weights", self._model))
         job.run("start", self.client.start_weight_update if self.client is not None else lambda: None)
         with (
             adapters_merged(self._model),

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from vllm.distributed.weight_transfer import ParamMeta
+from vllm.distributed.weight_transfer import ParamMeta, WeightTransferTrainerFactory
 
 from shardlib.errors import CheckpointError, InputError
-from shardlib.integrations.vllm import ModelWeights, connect
+from shardlib.integrations.vllm import ConnectionInitInfo, ModelWeights, connect
 from tests.vllm.engines import compare, engine
 from tests.vllm.families import model_of, write
 
@@ -109,6 +109,28 @@ def test_no_engine_and_no_model():
         connect(model_of("llama"))
     with pytest.raises(CheckpointError, match="give a module"):
         connect("llama", None)
+
+
+def test_by_the_factory_of_vllm(llm: Any):
+    model = _doubled(model_of("llama"))
+    info = ConnectionInitInfo(rank=0, model=model)
+    with pytest.raises(InputError, match="A source was given"):
+        WeightTransferTrainerFactory.trainer_init(info, client=llm, source=ModelWeights(model))
+    connection = WeightTransferTrainerFactory.trainer_init(info, client=llm)
+    connection.send_weights()
+    assert compare(llm, model) < 2e-4
+    connection.shutdown()
+
+
+def test_an_engine_that_was_not_asked_to_take_weights(tmp_path: Path):
+    class Client:
+        def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+            raise RuntimeError("Weight transfer not configured.")
+
+    with pytest.raises(InputError, match=r"Weight transfer not configured\..* Start the engine with weight_transfer"):
+        connect(model_of("llama"), Client(), workers=1, timeout=30)
+    with pytest.raises(CheckpointError, match="which does not tell them"):
+        connect(model_of("llama"), Client(), timeout=30)
 
 
 def test_a_source_for_the_backends_of_vllm():
