@@ -32,10 +32,15 @@ def check(model: Any, optimizers: Iterable[Any], bucket_mb: float, node: int) ->
     """Check the arguments of `reshard`, and that the model is between two steps."""
     refuse_torn("reshard", model)
     if not isinstance(model, nn.Module) or not is_sharded(model):
-        raise ShardingError(
-            f"reshard() was given a {type(model).__name__} that is not sharded. Shard it first: sl.shard_model(model, "
-            "mesh, rules)."
+        inner = (
+            [name for name, each in model.named_modules() if is_sharded(each)] if isinstance(model, nn.Module) else ()
         )
+        do = (
+            f"Give the sharded model in it, .{inner[0]}"
+            if inner
+            else "Shard it first: sl.shard_model(model, mesh, rules)"
+        )
+        raise ShardingError(f"reshard() was given a {type(model).__name__} that is not sharded. {do}.")
     for each in optimizers:
         if not isinstance(each, torch.optim.Optimizer):
             raise InputError(

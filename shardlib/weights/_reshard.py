@@ -149,6 +149,7 @@ class _Job:
         with torn(model, "reshard"):
             shards = self.move_model(model)
             bare_again(model)
+            _torch.forget_specs()  # an equal sub-mesh of the old mesh has other copies
             let_train(model, trains)
             apply_plan(model, self.plan, self.device_mesh, values=shards, **record.options)
             for name, kept in record_of(model).stateful.items():
@@ -241,12 +242,12 @@ class _Job:
     def move_optimizer(self, model: nn.Module, trained: _Trained) -> None:
         """Give an optimizer the new parameters, and their state."""
         of, optimizer = known(model), trained.optimizer
-        names = {param: name for name, param in model.named_parameters()}
-        here = {of.names[id(param)]: param for param in names}
+        called = {param: name for name, param in model.named_parameters()}
+        here = {of.names[id(param)]: param for param in called}
         for group, told in zip(optimizer.param_groups, trained.description["groups"], strict=True):
             group["params"] = [here[name] for name in told["params"] if name in here]
             if "param_names" in group:
-                group["param_names"] = [names[param] for param in group["params"]]
+                group["param_names"] = [called[param] for param in group["params"]]
         optimizer.state.clear()
         for names in self._chunks(trained):
             self._move_state(names, {_param_of(name) for name in names}, trained, of)
