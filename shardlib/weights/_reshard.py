@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from shardlib._mesh import device_here
 from shardlib._mesh import mesh as make_mesh
@@ -295,8 +296,8 @@ def _dtype_of(row: Row) -> torch.dtype:
 
 def _free(tensor: torch.Tensor) -> None:
     """Free the memory of a tensor that the model still has. What else shares it, as a state dict does, keeps it."""
-    local = params.local_of(tensor)
-    local.data = local.new_empty(0)
+    local = _torch.local_of(tensor) if isinstance(tensor, DTensor) else tensor
+    local.data = torch.empty(0, dtype=local.dtype, device=local.device)
 
 
 def _keep_masters(carrier: torch.optim.Optimizer) -> None:
