@@ -17,10 +17,12 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
+from os import PathLike
 from typing import TYPE_CHECKING, TypeAlias
 
 from shardlib._dtypes import name_of
 from shardlib._mesh_shape import MeshShape
+from shardlib._plan import page
 from shardlib._plan.fold import fold
 from shardlib._plan.memory import of_ranks
 from shardlib._plan.readable import aligned, human_bytes
@@ -51,6 +53,7 @@ Holding: TypeAlias = dict[tuple[int, ...], dict[int, Part]]
 Places: TypeAlias = Callable[[Row], tuple[tuple[int, int], ...]]
 Names: TypeAlias = Mapping[str, str | None] | Callable[[str], str | None]
 
+_COLUMNS = ["tensor", "from", "to", "sent as", "bytes"]
 _SHOWN = 16  # ranks up to which links are shown one by one
 
 
@@ -223,30 +226,47 @@ class Moves:
     def picture(self) -> str:
         """Draw the bytes of every link as a matrix: a line for each rank that sends, a column for each that receives.
         Above 16 ranks, lines and columns are nodes."""
+        what, places, found = self._matrix()
+        head = [f"from \\ to {what}", *map(str, places)]
+        lines = [[str(a), *(human_bytes(found[a, b]) if found[a, b] else "." for b in places)] for a in places]
+        return aligned([head, *lines], left=1)
+
+    def html(self, path: str | PathLike[str]) -> None:
+        """Write a self-contained HTML page: the matrix of all links, shaded by bytes, and a table of the tensors."""
+        page.write_body(self._repr_html_(), self._headline(), path)
+
+    def _matrix(self) -> tuple[str, list[int], Counter[tuple[int, int]]]:
+        """Return what sends, "rank" or "node"; the numbers of these; and the bytes of each pair."""
         ranks = sorted({rank for pair in self.pairs for laid in (pair.source, pair.target) for _, rank in laid.ranks})
         by_node = len(ranks) > _SHOWN
         found: Counter[tuple[int, int]] = Counter()
         for (a, b), n in self.links.items():
             found[(a // self.node, b // self.node) if by_node else (a, b)] += n
         places = sorted({rank // self.node for rank in ranks}) if by_node else ranks
-        what = "node" if by_node else "rank"
-        head = [f"from \\ to {what}", *map(str, places)]
-        lines = [[str(a), *(human_bytes(found[a, b]) if found[a, b] else "." for b in places)] for a in places]
-        return aligned([head, *lines], left=1)
+        return "node" if by_node else "rank", places, found
 
-    def __str__(self) -> str:
-        (first, sends), (second, receives) = self.busiest
+    def _headline(self) -> str:
         here, there = _meshes(pair.source for pair in self.pairs), _meshes(pair.target for pair in self.pairs)
-        head = (
+        return (
             f"Moves of {len(self.pairs)} tensors from {_listed(here)} to {_listed(there)}: "
             f"{human_bytes(self.bytes)} are sent, {human_bytes(self.kept_bytes)} stay"
         )
-        if not self.links:
-            return head
-        busy = f"Rank {first} sends most, {human_bytes(sends)}; rank {second} receives most, {human_bytes(receives)}"
-        return "\n".join([head, busy, "", self._table(), "", self.picture()])
 
-    def _table(self) -> str:
+    def _busy(self) -> str:
+        (first, sends), (second, receives) = self.busiest
+        return f"Rank {first} sends most, {human_bytes(sends)}; rank {second} receives most, {human_bytes(receives)}"
+
+    def __str__(self) -> str:
+        if not self.links:
+            return self._headline()
+        table = aligned([_COLUMNS, *self._rows()], left=4)
+        return "\n".join([self._headline(), self._busy(), "", table, "", self.picture()])
+
+    def _repr_html_(self) -> str:
+        rows = self._rows()
+        return page.moves_body(self._headline(), self._busy() if rows else "", _COLUMNS, rows, *self._matrix())
+
+    def _rows(self) -> list[list[str]]:
         sent: Counter[str] = Counter()
         for move in self.sent:
             sent[move.name] += move.bytes
@@ -255,12 +275,11 @@ class Moves:
             name=lambda pair: pair.target.name,
             same=lambda pair: (pair.source.layout, pair.target.layout, pair.sent, sent[pair.target.name]),
         )
-        rows = [
+        return [
             [each.title, str(one.source.layout), str(one.target.layout), name_of(one.sent), human_bytes(each.count * n)]
             for each in folded
             if (n := sent[(one := each.first).target.name])
         ]
-        return aligned([["tensor", "from", "to", "sent as", "bytes"], *rows], left=4)
 
     # --- the moves of one tensor --------------------------------------------------------------------------------------
 
@@ -331,22 +350,24 @@ def matched(
     """Return the tensors of two sides as pairs, in the target's order; `Plan.moves_to` documents the arguments.
 
     Raises:
-        PlanError: a name that only one of them has, or other shapes.
+        PlanError: a name that only one of them has, two tensors of the source for one of the target, or other shapes.
     """
     new_name, longer = renamed(names), frozenset(padded)
-    by_name: dict[str, Laid] = {}
+    by_name: dict[str, list[Laid]] = defaultdict(list)
     given, pairs, missing = list(source), list[Pair](), list[str]()
     for laid in given:
-        by_name |= {new: laid for name in laid.names if (new := new_name(name)) is not None}
+        for new in dict.fromkeys(map(new_name, laid.names)):
+            if new is not None:
+                by_name[new].append(laid)
     known = set[str]()
     for laid in target:
         known |= {*laid.names}
-        found = next((by_name[name] for name in laid.names if name in by_name), None)
-        if found is None:
+        found = {one.name: one for name in laid.names for one in by_name.get(name, ())}
+        if not found:
             missing.append(laid.name)
         else:
-            _check_shapes(found, laid, longer)
-            pairs.append(Pair(found, laid))
+            pairs.append(Pair(_only(found, laid), laid))
+            _check_shapes(pairs[-1].source, laid, longer)
     kept = [(laid.name, {new_name(name) for name in laid.names} - {None}) for laid in given]
     unused = [name for name, new in kept if new and not new & known]
     if missing or unused:
@@ -360,6 +381,17 @@ def matched(
             "target's; None leaves a tensor out."
         )
     return tuple(pairs)
+
+
+def _only(found: Mapping[str, Laid], target: Laid) -> Laid:
+    """Return the one tensor of the source that a target gets."""
+    if len(found) > 1:
+        tied = f"tied as {_listed(target.names)}" if len(target.names) > 1 else f'"{target.name}"'
+        raise PlanError(
+            f"{_listed([*found])} are {len(found)} tensors in the source, and one in the target, {tied}. Leave out all "
+            f'but one, as by names={{"{[*found][-1]}": None}}.'
+        )
+    return next(iter(found.values()))
 
 
 def _ranks(what: str, given: Sequence[int] | None, count: int) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Plans as a self-contained HTML page: the table, and pictures of the layouts."""
+"""Plans and moves as self-contained HTML pages: tables, pictures of the layouts, and the matrix of what is sent."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shardlib._plan.table import PlanTable
 from shardlib.layout import Layout
 from shardlib.layout._picture import drawn_dims
 
-__all__ = ["body", "picture", "write"]
+__all__ = ["body", "moves_body", "picture", "write", "write_body"]
 
 _STYLE = """
 .shardlib { font: 14px/1.45 system-ui, sans-serif; color: #1c2330; }
@@ -46,8 +46,13 @@ _Slices = tuple[slice, ...]
 
 def write(plan: PlanTable, path: str | PathLike[str]) -> None:
     """Write the page to a file."""
-    head = f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{escape(text.headline(plan))}</title>'
-    Path(path).write_text(f"{head}\n{body(plan)}\n</html>\n", encoding="utf-8")
+    write_body(body(plan), text.headline(plan), path)
+
+
+def write_body(content: str, title: str, path: str | PathLike[str]) -> None:
+    """Write a page with this body to a file."""
+    head = f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{escape(title)}</title>'
+    Path(path).write_text(f"{head}\n{content}\n</html>\n", encoding="utf-8")
 
 
 def body(plan: PlanTable) -> str:
@@ -64,6 +69,55 @@ def body(plan: PlanTable) -> str:
         f"<p>{escape(text.step_line(plan))}</p>",
         *_shards(groups, plan.mesh),
     ]
+    return _joined(parts)
+
+
+def moves_body(
+    headline: str,
+    busiest: str,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    what: str,
+    places: Sequence[int],
+    sent: Mapping[tuple[int, int], int],
+) -> str:
+    """Return the body of a page of moves.
+
+    Args:
+        headline: the title.
+        busiest: the line below it.
+        columns: the head of the table of tensors.
+        rows: its lines; without any, nothing is sent.
+        what: what sends and receives, "rank" or "node".
+        places: the numbers of these.
+        sent: the bytes from one to another.
+    """
+    parts = [f"<style>{_STYLE}</style>", f"<h1>{escape(headline)}</h1>"]
+    if rows:
+        parts += [f"<p>{escape(busiest)}</p>", f"<h2>Sent from {what} to {what}</h2>", _matrix(what, places, sent)]
+        parts += ["<h2>Tensors</h2>", _table(columns, rows)]
+    return _joined(parts)
+
+
+def _matrix(what: str, places: Sequence[int], sent: Mapping[tuple[int, int], int]) -> str:
+    """Draw bytes as a table: the more are sent, the darker is the cell."""
+    most = max(sent.values())
+    head = "".join(f"<th>{b}</th>" for b in places)
+    lines = (
+        f"<tr><th>{a}</th>{''.join(_sent(what, a, b, sent.get((a, b), 0), most) for b in places)}</tr>" for a in places
+    )
+    return f'<table class="links"><tr><th>from \\ to</th>{head}</tr>\n' + "\n".join(lines) + "\n</table>"
+
+
+def _sent(what: str, source: int, target: int, size: int, most: int) -> str:
+    if not size:
+        return "<td></td>"
+    label = f"{what} {source} to {what} {target}: {human_bytes(size)}"
+    shade = f"color-mix(in srgb, {_COLOURS['parameters']} {max(8, round(100 * size / most))}%, white)"
+    return f'<td class="number" title="{label}" style="background:{shade}">{human_bytes(size)}</td>'
+
+
+def _joined(parts: Iterable[str]) -> str:
     return '<div class="shardlib">\n' + "\n".join(parts) + "\n</div>"
 
 

@@ -24,6 +24,7 @@ from shardlib.checkpoint._peers import Peers, described
 from shardlib.checkpoint._permuted import Reading, Transpose
 from shardlib.checkpoint._save import check_objects, peers_after_saving
 from shardlib.checkpoint._values import decode
+from shardlib.engine.torn import mend, refuse_torn
 from shardlib.errors import CheckpointError, MeshError, nearest, short_traceback
 from shardlib.layout._boxes import Box, full_box
 
@@ -138,6 +139,7 @@ def _check(model: Any, optimizer: Any, verify: str) -> None:
     if verify not in VERIFY:
         raise CheckpointError(f"verify={verify!r} was given; give one of {VERIFY}.{nearest(str(verify), VERIFY)}")
     check_objects(model, optimizer)
+    refuse_torn("load", model, unless="transfer")
 
 
 # --- matching of tensors
@@ -420,6 +422,8 @@ class _Work:
     def restore(self) -> None:
         for call in self.at_end:
             call()
+        if self.model is not None and self.weights and not self.missing:
+            mend(self.model)
 
     def report(self) -> Loaded:
         about = self.manifest.about

@@ -23,7 +23,17 @@ from shardlib.engine.data.params import ParamState
 from shardlib.engine.sharded import param_state_of
 from shardlib.errors import CheckpointError, nearest
 
-__all__ = ["Known", "describe", "groups_for", "joined", "known", "make_state", "master_items", "optimizer_items"]
+__all__ = [
+    "Known",
+    "describe",
+    "groups_for",
+    "inner_of",
+    "joined",
+    "known",
+    "make_state",
+    "master_items",
+    "optimizer_items",
+]
 
 # How a machine computes the update, which is not part of it: another run may choose otherwise.
 _OF_THE_MACHINE = {"foreach", "fused", "capturable", "differentiable"}
@@ -78,7 +88,7 @@ def _params(optimizer: torch.optim.Optimizer, of: Known) -> Iterator[tuple[str, 
 
 def optimizer_items(optimizer: torch.optim.Optimizer, of: Known, size: int) -> Iterator[Item]:
     """Iterate over tensors of the optimizer's state as items "state.<parameter>.<key>"."""
-    whole = steps_whole_tensors(_inner(optimizer))
+    whole = steps_whole_tensors(inner_of(optimizer))
     for name, param, _ in _params(optimizer, of):
         state = optimizer.state.get(param, {})
         for key, value in state.items():
@@ -176,10 +186,10 @@ def joined(descriptions: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def _class_of(optimizer: Any) -> str:
     """Return the class name of an optimizer, or of the one that it wraps."""
-    return type(_inner(optimizer)).__name__
+    return type(inner_of(optimizer)).__name__
 
 
-def _inner(optimizer: Any) -> Any:
+def inner_of(optimizer: Any) -> Any:
     return optimizer.unwrap() if callable(getattr(optimizer, "unwrap", None)) else optimizer
 
 
@@ -307,13 +317,16 @@ def make_state(
     aliases: Mapping[str, str],
     get: Get,
     size: int,
+    *,
+    kept: Set[str] = frozenset(),
 ) -> tuple[list[tuple[str, Item]], dict[torch.Tensor, dict[str, Any]]]:
     """Return the items to read saved state into, by saved name, and the resulting `optimizer.state`.
 
     A saved copy in more bits goes into the parameter where that has these bits itself and no copy is stepped on.
+    Tensors that `kept` names keep their dtype, where others may take that of their parameter.
     """
     items, state = list[tuple[str, Item]](), dict[torch.Tensor, dict[str, Any]]()
-    whole = steps_whole_tensors(_inner(optimizer))
+    whole = steps_whole_tensors(inner_of(optimizer))
     by_param: dict[str, list[str]] = {}
     for name in saved:
         by_param.setdefault(name.removeprefix("state.").rpartition(".")[0], []).append(name)
@@ -327,7 +340,8 @@ def make_state(
                     items.append((full, item_of("optimizer", full, param, _rank_mesh(param, size))))
                 continue
             now = optimizer.state.get(param, {}).get(key)
-            tensor = _room(full, key, now, param, of.rows.get(name), of, saved[full], group, whole=whole)
+            dtype = saved[full].dtype if full in kept else _dtype(now, param, of.rows.get(name), saved[full])
+            tensor = _room(full, key, now, param, of.rows.get(name), of, saved[full], group, dtype, whole=whole)
             held[key] = tensor
             items.append((full, _state_item(full, param, tensor, size, whole=whole)))
         if held:
@@ -349,6 +363,7 @@ def _room(
     of: Known,
     saved: Saved,
     group: dict[str, Any],
+    dtype: torch.dtype,
     *,
     whole: bool,
 ) -> torch.Tensor:
@@ -359,7 +374,6 @@ def _room(
     if key == "step" and saved.shape == ():
         on_device = group.get("capturable") or group.get("fused")
         return torch.empty((), dtype=saved.dtype, device=_device(param) if on_device else "cpu")
-    dtype = _dtype(now, param, row, saved)
     if isinstance(now, torch.Tensor) and tuple(now.shape) == saved.shape:
         return torch.empty_like(now, dtype=dtype)
     split = isinstance(param, DTensor) or bool(_splitting(row, of))

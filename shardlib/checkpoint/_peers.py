@@ -20,10 +20,11 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from shardlib import errors
 from shardlib._log import timed
 from shardlib.engine import _torch
 from shardlib.engine.ranks import lost
-from shardlib.errors import CheckpointError, by_rank
+from shardlib.errors import CheckpointError, ShardlibError, by_rank
 
 __all__ = ["Lost", "Peers", "joined_peers", "peers"]
 
@@ -41,16 +42,18 @@ class Peers:
         rank, size: the number of this process, and of all.
         timeout: seconds that the ranks wait for each other in a phase.
         doing: the collective task, for messages: 'saving "run/step-000120"'.
+        keeps_kinds: whether an error of shardlib's own keeps its class on all ranks, or becomes a `CheckpointError`.
     """
 
-    def __init__(self, doing: str = "", timeout: float = 1800.0) -> None:
-        self.rank, self.size, self.doing, self.timeout = 0, 1, doing, timeout
+    def __init__(self, doing: str = "", timeout: float = 1800.0, *, keeps_kinds: bool = False) -> None:
+        self.rank, self.size, self.doing, self.timeout, self.keeps_kinds = 0, 1, doing, timeout, keeps_kinds
 
     def run(self, phase: str, work: Callable[[], T]) -> T:
         """Run a phase of the work; if it raises on any rank, all ranks raise.
 
         Raises:
             CheckpointError: the error of a rank, with its number and the phase; `Lost` if a rank is gone.
+            ShardlibError: that of a rank, under `keeps_kinds`.
         """
         result, mine, failure = self._attempt(phase, work)
         self._raise_first(self.exchange(phase, failure), mine)
@@ -124,22 +127,26 @@ class Peers:
             with timed(f"{self.doing}: {phase}"):
                 return work(), None, None
         except BaseException as error:  # an interrupt, too: other ranks wait for this one
-            text = str(error) if isinstance(error, CheckpointError) else described(error)
-            return None, error, (isinstance(error, Lost), text)
+            own = isinstance(error, CheckpointError) or (self.keeps_kinds and isinstance(error, ShardlibError))
+            kind = type(error).__name__ if own and hasattr(errors, type(error).__name__) else CheckpointError.__name__
+            return None, error, (isinstance(error, Lost), kind, str(error) if own else described(error))
 
     def _raise_first(self, failures: list[_Failure | None], mine: BaseException | None) -> None:
         if mine is not None and not isinstance(mine, Exception):
             raise mine
         # A rank that missed the tensors of another one comes after that one, which has failed by itself.
-        found = [(failure[0], rank, failure[1]) for rank, failure in enumerate(failures) if failure is not None]
+        found = [(failure[0], rank, *failure[1:]) for rank, failure in enumerate(failures) if failure is not None]
         if found:
-            _, rank, text = min(found)
+            _, rank, kind, text = min(found)
+            if mine is not None and kind != CheckpointError.__name__ and len({each[2:] for each in found}) == 1:
+                raise mine  # in its own words, which say all
             where = f" (on rank {rank})" if self.size > 1 else ""
-            said = isinstance(mine, CheckpointError) and str(mine) == text  # its traceback says no more
-            raise CheckpointError(f"{_capital(self.doing)} failed{where}: {text}") from None if said else mine
+            said = isinstance(mine, ShardlibError) and str(mine) == text  # its traceback says no more
+            error = getattr(errors, kind)(f"{_capital(self.doing)} failed{where}: {text}")
+            raise error from None if said else mine
 
 
-_Failure = tuple[bool, str]  # whether it is that another rank's tensors did not come; its text
+_Failure = tuple[bool, str, str]  # whether it is that another rank's tensors did not come; its class; its text
 
 
 def described(error: BaseException) -> str:
@@ -150,8 +157,10 @@ def described(error: BaseException) -> str:
 
 
 class _Job(Peers):
-    def __init__(self, doing: str, timeout: float, rank: int, size: int, groups: _Groups) -> None:
-        super().__init__(doing, timeout)
+    def __init__(
+        self, doing: str, timeout: float, rank: int, size: int, groups: _Groups, *, keeps_kinds: bool = False
+    ) -> None:
+        super().__init__(doing, timeout, keeps_kinds=keeps_kinds)
         self.rank, self.size, self._groups = rank, size, groups
 
     def exchange(self, phase: str, mine: Any) -> list[Any]:
@@ -284,7 +293,7 @@ class _Joined(_Job):
     _advice = "Connect again; a model that has got a part of the weights refuses to serve until it has all of them."
 
     def __init__(self, doing: str, timeout: float, rank: int, size: int, groups: _Groups) -> None:
-        super().__init__(doing, timeout, rank, size, groups)
+        super().__init__(doing, timeout, rank, size, groups, keeps_kinds=True)
         self._of_device: dict[str, dist.ProcessGroup] = {}
 
     def _note(self, error: BaseException) -> None:
@@ -358,13 +367,14 @@ class _Groups:
 _made: list[tuple[weakref.ref[Any], _Groups]] = []
 
 
-def peers(call: str, doing: str, timeout: float | None) -> Peers:
+def peers(call: str, doing: str, timeout: float | None, *, keeps_kinds: bool = False) -> Peers:
     """Return the ranks of this job, or this process alone without a process group. Collective.
 
     Args:
         call: the public function that every rank calls, "sl.save".
         doing: the task.
         timeout: seconds that the ranks wait for each other; None for those of the job's process group.
+        keeps_kinds: whether errors of shardlib's own keep their classes.
 
     Raises:
         CheckpointError: not all of them called this within `timeout` seconds, or some have ended or call another one.
@@ -373,7 +383,7 @@ def peers(call: str, doing: str, timeout: float | None) -> Peers:
         limit = _torch.timeout_of(dist.group.WORLD) if dist.is_initialized() else None
         timeout = limit.total_seconds() if limit is not None else 1800.0
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return Peers(doing, timeout)
+        return Peers(doing, timeout, keeps_kinds=keeps_kinds)
     if why := lost.come(call, timeout=timeout):
         raise CheckpointError(f"{_capital(doing)} failed: {why}")
     world = dist.group.WORLD
@@ -385,7 +395,7 @@ def peers(call: str, doing: str, timeout: float | None) -> Peers:
                 f"{_capital(doing)} failed: not all {dist.get_world_size()} ranks came to it within {timeout:g} s "
                 f"({error}). A rank is lost, or does something else: look at its log; a timeout= may be longer."
             ) from error
-    job = _Job(doing, timeout, dist.get_rank(), dist.get_world_size(), _made[0][1])
+    job = _Job(doing, timeout, dist.get_rank(), dist.get_world_size(), _made[0][1], keeps_kinds=keeps_kinds)
     job.complete()
     return job
 

@@ -33,6 +33,7 @@ from shardlib.checkpoint._peers import Lost, Peers, peers
 from shardlib.checkpoint._share import Source, agreed, file_groups, packed, sources, turns, written_by
 from shardlib.checkpoint._values import encode
 from shardlib.engine.sharded import records_of
+from shardlib.engine.torn import refuse_torn
 from shardlib.errors import CheckpointError, check_flags, nearest, short_traceback, warn
 from shardlib.layout._boxes import Box, full_box
 
@@ -268,6 +269,7 @@ def _check(target: Path, model: Any, optimizer: Any, weights: str, shard_mb: flo
             'weights="huggingface", whose files have it in their names.'
         )
     check_objects(model, optimizer)
+    refuse_torn("save", model)
 
 
 def _warn_between_passes(model: Any) -> None:

@@ -40,10 +40,10 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 
 from shardlib._plan.moves import Moves, Names
 from shardlib.checkpoint._peers import Peers, described, joined_peers, peers
+from shardlib.engine.torn import torn
 from shardlib.errors import CheckpointError, InputError, short_traceback
-from shardlib.weights._carry import torn
 from shardlib.weights._feed import Feed
-from shardlib.weights._lying import check_sizes, refuse_in_backward
+from shardlib.weights._lying import check_sizes
 from shardlib.weights._names import adapters_merged, is_of_transformers, saved_names
 from shardlib.weights._stream import stream_weights, streamed
 from shardlib.weights._views import Read, reads_of
@@ -137,7 +137,7 @@ class WorkerEngine(WeightTransferEngine[WorkerInitInfo, WorkerUpdateInfo]):
         if self._everyone is None:
             raise InputError("vLLM was to take weights before it was connected: shardlib.integrations.vllm.connect().")
         self._torn = contextlib.ExitStack()
-        self._torn.enter_context(torn(self.model))
+        self._torn.enter_context(torn(self.model, "transfer"))
         try:
             self._feed.send()
         except BaseException:
@@ -286,8 +286,8 @@ class Connection(TrainerWeightTransferEngine[ConnectionInitInfo]):
             CheckpointError: a rank or an engine is lost, or a loader of vLLM raised. An engine that has got a part of
                 the weights refuses to serve.
         """
-        job = peers("vllm.send_weights", "sending weights to vLLM", self._everyone.timeout)
-        job.run("check arguments", lambda: refuse_in_backward("send_weights", self._model))
+        job = peers("vllm.send_weights", "sending weights to vLLM", self._everyone.timeout, keeps_kinds=True)
+        job.run("check arguments", self._feed.check)
         job.run("start", self.client.start_weight_update if self.client is not None else lambda: None)
         with (
             adapters_merged(self._model),
@@ -345,7 +345,7 @@ def connect(
             connection.send_weights()
         ```
     """
-    job = peers("vllm.connect", "connecting to vLLM", timeout)
+    job = peers("vllm.connect", "connecting to vLLM", timeout, keeps_kinds=True)
     job.compare(group_mb=group_mb, node=node)
     job.run("check arguments", lambda: _check(model, workers, group_mb, node))
     speaking = None if client is None else _speaking(client)

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from shardlib.booster import BoostedOptimizer
+from shardlib.engine.data.gradients import GradientReducer
 from shardlib.engine.sharded import record_of
 from shardlib.errors import InputError, PlanError
 from shardlib.trainer._handlers import BaseGradientHandler
@@ -62,13 +63,17 @@ class Engine:
                 f"Engine was given a {type(optimizer).__name__} as optimizer; initialize(model, optimizer, criterion) "
                 "makes an engine of plain ones."
             )
-        self._reducer = record_of(model).reducer
+        record_of(model)  # raises where it is not sharded
         self.model, self.optimizer, self.criterion = model, optimizer, criterion
         self.schedule = schedule if schedule is not None else NonPipelineSchedule()
         self.lr_scheduler = lr_scheduler
         self.gradient_handlers = list(gradient_handlers)
         self.optimizer.handlers.extend(handler.handle_gradient for handler in self.gradient_handlers)
         self.ophooks: dict[BaseOpHook, list[RemovableHandle]] = {}
+
+    @property
+    def _reducer(self) -> GradientReducer:
+        return record_of(self.model).reducer
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward.

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from shardlib._plan.moves import Move, Moves
 from shardlib.checkpoint._peers import Lost, Peers
-from shardlib.errors import ShardingError
 
-__all__ = ["carry", "torn"]
+__all__ = ["carry"]
 
 Local = Callable[[str], torch.Tensor]
 
@@ -140,26 +135,3 @@ def _unpack(buffer: torch.Tensor, moves: Iterable[Move], target: Local) -> None:
         whole = piece if at % move.dtype.itemsize == 0 else piece.clone()
         _box(target, move)[...] = whole.view(move.dtype).reshape(move.box.sizes)
         at += move.bytes
-
-
-@contextmanager
-def torn(model: nn.Module | None) -> Iterator[None]:
-    """Let a model that gets weights refuse forward from here on, until the block ends without an error."""
-    if model is None:
-        yield
-        return
-    if (before := _REFUSING.pop(model, None)) is not None:
-        before.remove()
-    _REFUSING[model] = model.register_forward_pre_hook(_refuse, prepend=True)
-    yield
-    _REFUSING.pop(model).remove()
-
-
-def _refuse(model: nn.Module, _args: Any) -> None:
-    raise ShardingError(
-        f"This {type(model).__name__} has a part of the weights that it was to get: moving them failed. Transfer into "
-        "it again, or build a new one and load a checkpoint."
-    )
-
-
-_REFUSING: WeakKeyDictionary[nn.Module, RemovableHandle] = WeakKeyDictionary()

@@ -17,6 +17,7 @@ from torch import nn
 from shardlib._dtypes import name_of
 from shardlib._plan.moves import Laid, Moves, Pair
 from shardlib.checkpoint._peers import Peers
+from shardlib.engine.torn import refuse_torn
 from shardlib.layout._boxes import Box
 from shardlib.weights._carry import carry
 from shardlib.weights._lying import everywhere, items_of, local_of, refuse_in_backward
@@ -109,11 +110,20 @@ class Feed:
     # --- what moves ---------------------------------------------------------------------------------------------------
 
     def _tell(self) -> list[Laid]:
-        self._everyone.run("check arguments", lambda: refuse_in_backward("send_weights", self._model))
+        self._everyone.run("check arguments", self.check)
         self._everyone.complete()
         ranks = tuple(range(self._trainers))
         self._items = self._everyone.run("look at the model", lambda: items_of(self._model, ranks, self._trainers))
         return everywhere(self._everyone, "tell of the model", self._model, self._items)
+
+    def check(self) -> None:
+        """Check that the model has weights that can be sent.
+
+        Raises:
+            ShardingError: a backward pass is running, or the model has a part of its own weights.
+        """
+        refuse_torn("send_weights", self._model)
+        refuse_in_backward("send_weights", self._model)
 
     def _views(self, convert: Convert) -> list[Any]:
         found = views_of(convert, {laid.name: on_meta(laid.shape, laid.dtype) for laid in self._laid})

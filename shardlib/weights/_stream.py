@@ -12,6 +12,7 @@ from torch import nn
 from shardlib._plan.moves import Laid, Moves, Names, Pair
 from shardlib.checkpoint._items import Item
 from shardlib.checkpoint._peers import Peers, peers
+from shardlib.engine.torn import refuse_torn
 from shardlib.errors import InputError
 from shardlib.layout._boxes import full_box
 from shardlib.weights._carry import carry
@@ -60,7 +61,7 @@ def stream_weights(
         >>> {name: tuple(tensor.shape) for name, tensor in stream_weights(model, dtype=torch.bfloat16)}
         {'weight': (8, 4), 'bias': (8,)}
     """
-    everyone = peers("sl.stream_weights", "streaming weights", timeout)
+    everyone = peers("sl.stream_weights", "streaming weights", timeout, keeps_kinds=True)
     to = tuple(range(everyone.size)) if ranks is None else tuple(ranks)
     everyone.run("check arguments", lambda: _check(model, to, everyone.size, group_mb, node))
     everyone.compare(ranks=to, dtype=dtype, group_mb=group_mb, node=node)
@@ -107,6 +108,7 @@ def _check(model: nn.Module, ranks: Sequence[int], size: int, group_mb: float, n
             f"stream_weights(ranks={list(ranks)}) was given in a job of {size}; it has no rank {strange[0]}."
         )
     check_sizes("stream_weights", node, group_mb=group_mb)
+    refuse_torn("stream_weights", model)
     refuse_in_backward("stream_weights", model)
 
 

@@ -10,8 +10,9 @@ from torch import nn
 
 from shardlib._plan.moves import Laid, Moves, Names, matched
 from shardlib.checkpoint._peers import peers
+from shardlib.engine.torn import refuse_torn, torn
 from shardlib.errors import InputError, short_traceback
-from shardlib.weights._carry import carry, torn
+from shardlib.weights._carry import carry
 from shardlib.weights._lying import check_sizes, everywhere, items_of, local_of, refuse_in_backward
 
 __all__ = ["transfer"]
@@ -61,7 +62,7 @@ def transfer(
         >>> torch.equal(second.weight, first.weight.to(torch.bfloat16)), moves.bytes
         (True, 0)
     """
-    everyone = peers("sl.transfer", "transferring weights", timeout)
+    everyone = peers("sl.transfer", "transferring weights", timeout, keeps_kinds=True)
     everyone.compare(padded=sorted(padded), bucket_mb=bucket_mb, node=node)
     everyone.run("check arguments", lambda: _check(source, target, bucket_mb, node))
     has = everyone.gather("count ranks", lambda: [source is not None, target is not None])
@@ -76,7 +77,7 @@ def transfer(
     )
     moves = everyone.run("compute moves", lambda: _moves(have, want, names, padded, node))
     give, take = partial(local_of, here), partial(local_of, there)
-    with torn(target):
+    with torn(target, "transfer"):
         carry(everyone, "send", moves, give, take, bucket_bytes=int(bucket_mb * 2**20))
     return moves
 
@@ -87,6 +88,8 @@ def _check(source: Any, target: Any, bucket_mb: float, node: int) -> None:
             raise InputError(f"transfer({what}=...) was given a {type(model).__name__}; give a module, or None.")
         refuse_in_backward("transfer", model, f" of the {what}")
     check_sizes("transfer", node, bucket_mb=bucket_mb)
+    refuse_torn("transfer", source)
+    refuse_torn("transfer", target, unless="transfer")
 
 
 def _moves(

@@ -77,7 +77,7 @@ def test_modules_import_each_other_in_no_circle():
 ENGINE = [
     ("_torch",),
     ("undo",),
-    ("sharded", "ranks"),
+    ("sharded", "ranks", "torn"),
     ("ops",),
     ("data",),
     ("model",),

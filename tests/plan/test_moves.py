@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ import shardlib as sl
 from shardlib._mesh_shape import MeshShape
 from shardlib._plan import Plan
 from shardlib._plan.moves import Laid, Move, Moves
+from shardlib._plan.readable import human_bytes
 from shardlib._plan.rows import Row
 from shardlib.errors import PlanError
 from shardlib.layout import Layout
@@ -209,6 +212,37 @@ def test_names_dtypes_and_padding():
 def test_plans_that_do_not_fit_are_refused(other: nn.Module, options: dict[str, Any], said: str):
     with pytest.raises(PlanError, match=said):
         sl.plan(Model(), "tp=2", RULES).moves_to(sl.plan(other, "tp=2", RULES), **options)
+
+
+def test_two_tensors_for_one_that_is_tied_are_refused():
+    apart, tied = Model(2), Model(2)
+    apart.head.weight = nn.Parameter(apart.embed.weight.detach().clone())
+    source, target = sl.plan(apart, "tp=2", RULES), sl.plan(tied, "tp=2", RULES)
+    with pytest.raises(PlanError, match=r"are 2 tensors in the source, and one in the target, tied as"):
+        source.moves_to(target)
+    kept = source.moves_to(target, names={"head.weight": None})
+    assert len(kept.pairs) == len(target.rows)
+    assert len(target.moves_to(source).pairs) == len(source.rows)  # each gets the one
+    with pytest.raises(PlanError, match="are 2 tensors in the source"):
+        source.moves_to(source, names={"head.weight": "embed.weight"})
+
+
+def test_the_page_needs_nothing_else_and_shows_what_every_link_and_tensor_sends(tmp_path: Path):
+    moves = sl.plan(Model(4), "dp=4", RULES).moves_to(sl.plan(Model(4), "tp=2", RULES), target_ranks=[4, 5])
+    moves.html(tmp_path / "moves.html")
+    page = (tmp_path / "moves.html").read_text(encoding="utf-8")
+    assert moves._repr_html_() in page
+    assert not re.search(r"(?:src|href)=|@import|url\(", page)
+    for (source, target), size in moves.links.items():
+        assert f'title="rank {source} to rank {target}: {human_bytes(size)}"' in page
+    assert len(re.findall('title="rank', page)) == len(moves.links)
+    assert max(map(int, re.findall(r"(\d+)%, white", page))) == 100
+    assert "<td>blocks.{0-3}.up.weight x4</td>" in page and "from &quot;dp=4&quot;" in page
+
+
+def test_the_page_of_nothing_says_so():
+    plan = sl.plan(Model(4), "dp=4", RULES)
+    assert "0 B are sent" in plan.moves_to(plan)._repr_html_()
 
 
 def test_names_leave_tensors_out():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -16,109 +15,13 @@ import shardlib as sl
 from shardlib.errors import ShardlibError
 from shardlib.testing import shared_pool
 from shardlib.weights import reshard
+from tests.weights.language import RULES, Block, Model, adam, ids, loss, mine, seeded, sgd, train
 
-RULES = sl.Rules(
-    {
-        "attn.qkv": "(three heads@tp size)",
-        "attn.out": "rowwise",
-        "up": "colwise",
-        "down": "rowwise",
-        "embed": "vocab@tp embed",
-    },
-    sizes={"three": 3, "heads": 4},
-    unmatched="replicate",
-    stages="embed, blocks.0 | blocks.1, norm, head",
-)
 LIMIT = 1e-12
 
 
-class Attention(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (each.unflatten(-1, (4, -1)).transpose(1, 2) for each in self.qkv(x).chunk(3, -1))
-        return self.out(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
-
-
-class Block(nn.Module):
-    dropout = 0.0
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.attn, self.up, self.down = Attention(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-        self.register_buffer("scale", torch.full((1,), 0.5), persistent=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.scale.to(x.dtype) * self.attn(x)
-        return x + nn.functional.dropout(self.down(torch.relu(self.up(x))), self.dropout, self.training)
-
-
-class Model(nn.Module):
-    """A language model with a tied table, a fused weight and a buffer that no state dict has."""
-
-    def __init__(self, width: int = 16) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(33, width)
-        self.blocks = nn.Sequential(Block(width), Block(width))
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, 33, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.head(self.norm(self.blocks(self.embed(ids))))
-
-
-def _loss(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    return nn.functional.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
-
-
-def _ids(step: int) -> torch.Tensor:
-    return torch.randint(33, (4, 9), generator=torch.Generator().manual_seed(step))
-
-
-def _mine(ids: torch.Tensor, model: nn.Module) -> torch.Tensor:
-    mesh = sl.get_plan(model).mesh
-    index, count = mesh.data_place(mesh.coordinate(dist.get_rank()))
-    return ids.chunk(count)[index]
-
-
-def _trained(
-    meshes: Sequence[str], transforms: Any, make: Callable[[Any], torch.optim.Optimizer], bucket_mb: float, width: int
-) -> dict[str, float]:
-    """Train two steps on each mesh; return by how much values differ from one device."""
-    torch.manual_seed(0)
-    single = Model(width).double()
-    model = sl.shard_model(copy.deepcopy(single), meshes[0], RULES, transforms=transforms)
-    optimizer, alone = make(model.parameters()), make(single.parameters())
-    schedulers = [torch.optim.lr_scheduler.StepLR(each, 1, 0.9) for each in (optimizer, alone)]
-    off = dict[str, float]()
-    for number, mesh in enumerate(meshes):
-        if number:
-            assert reshard(model, mesh, optimizer, bucket_mb=bucket_mb) is model
-            assert str(sl.get_plan(model).mesh) == mesh
-        for step in range(2 * number, 2 * number + 2):
-            ids = _ids(step)
-            sl.pipeline_step(model, _mine(ids[:, :-1], model), _criterion(_mine(ids[:, 1:], model)), microbatches=1)
-            _loss(single, ids).backward()
-            for each, scheduler in zip((optimizer, alone), schedulers, strict=True):
-                each.step()
-                scheduler.step()
-                each.zero_grad()
-        full = sl.full_state_dict(model)
-        off[f"{number}: {mesh}"] = max(
-            float((full[name] - value).abs().max()) for name, value in single.state_dict().items()
-        )
-    return off
-
-
-def _criterion(labels: torch.Tensor) -> Callable[[torch.Tensor, Any], torch.Tensor]:
-    return lambda logits, _: nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
-
-
-def _two_groups(params: Any) -> torch.optim.Optimizer:
-    every = list(params)
+def _two_groups(model: nn.Module) -> torch.optim.Optimizer:
+    every = list(model.parameters())
     groups = [
         {"params": [p for p in every if p.ndim > 1], "weight_decay": 0.5},
         {"params": [p for p in every if p.ndim < 2], "lr": 1e-3, "weight_decay": 0.0},
@@ -126,29 +29,21 @@ def _two_groups(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=1e-2, eps=1e-4)
 
 
-def _adam(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, lr=1e-2, eps=1e-4)
-
-
-def _sgd(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=1e-2, momentum=0.9)
-
-
 @pytest.mark.parametrize(
     ("meshes", "transforms", "make"),
     [
-        (["dp=4", "dp=2,tp=2", "tp=4", "dp=4"], [], _adam),
-        (["dp=2,tp=2", "tp=2,dp=2", "dp=4"], [sl.zero(3)], _adam),
-        (["dp=4", "tp=2,dp=2"], [sl.zero(1)], _sgd),
-        (["tp=4", "dp=2,tp=2"], [sl.zero(2)], _adam),
-        (["pp=2,dp=2", "dp=4", "pp=2,tp=2", "tp=4"], [], _adam),
-        (["dp=4", "pp=2,dp=2"], [sl.zero(1)], _sgd),
+        (["dp=4", "dp=2,tp=2", "tp=4", "dp=4"], [], adam),
+        (["dp=2,tp=2", "tp=2,dp=2", "dp=4"], [sl.zero(3)], adam),
+        (["dp=4", "tp=2,dp=2"], [sl.zero(1)], sgd),
+        (["tp=4", "dp=2,tp=2"], [sl.zero(2)], adam),
+        (["pp=2,dp=2", "dp=4", "pp=2,tp=2", "tp=4"], [], adam),
+        (["dp=4", "pp=2,dp=2"], [sl.zero(1)], sgd),
         (["dp=4", "tp=2,dp=2", "pp=2,dp=2"], [sl.zero(1)], _two_groups),
     ],
 )
 def test_training_goes_on_as_on_one_device(meshes: list[str], transforms: Any, make: Any):
-    for off in shared_pool(4).run(_trained, meshes, transforms, make, 25.0, 16):
-        assert len(off) == len(meshes) and max(off.values()) < LIMIT, off
+    for off in shared_pool(4).run(train, meshes, transforms, make):
+        assert len(off) == len(meshes) and max(off) < LIMIT, off
 
 
 def _dropped(meshes: list[str]) -> float:
@@ -157,15 +52,15 @@ def _dropped(meshes: list[str]) -> float:
     torch.manual_seed(0)
     single = Model().double()
     model = sl.shard_model(copy.deepcopy(single), meshes[0], RULES, rng="exact")
-    optimizer, alone = _sgd(model.parameters()), _sgd(single.parameters())
+    optimizer, alone = sgd(model), sgd(single)
     for step, mesh in enumerate(meshes):
         if step:
             reshard(model, mesh, optimizer)
         before = torch.get_rng_state()
-        _loss(model, _mine(_ids(step), model)).backward()
+        loss(model, mine(ids(step), model)).backward()
         torch.set_rng_state(before)
         with sl.exact_random():
-            _loss(single, _ids(step)).backward()
+            loss(single, ids(step)).backward()
         for each in (optimizer, alone):
             each.step()
             each.zero_grad()
@@ -183,8 +78,8 @@ def _wide(meshes: list[str]) -> bool:
     """Return whether the copies in float32 that the optimizer steps on are the same after a change of mesh."""
     torch.manual_seed(0)
     model = sl.shard_model(Model(), meshes[0], RULES, transforms=[sl.zero(2), sl.precision("bf16")])
-    optimizer = _adam(model.parameters())
-    _loss(model, _mine(_ids(0), model)).backward()
+    optimizer = adam(model)
+    loss(model, mine(ids(0), model)).backward()
     optimizer.step()
     optimizer.zero_grad()
     before = _masters(model, optimizer)
@@ -206,7 +101,7 @@ def _factored(meshes: list[str]) -> bool:
         if step:
             reshard(model, mesh, optimizer)
             kept.append(_state(model, optimizer))
-        _loss(model, _mine(_ids(step), model)).backward()
+        loss(model, mine(ids(step), model)).backward()
         optimizer.step()
         optimizer.zero_grad()
         kept.append(_state(model, optimizer))
@@ -239,8 +134,8 @@ def test_wide_copies_keep_their_digits():
 
 
 def test_tensors_larger_than_a_bucket():
-    for off in shared_pool(4).run(_trained, ["dp=2,tp=2", "tp=4"], [sl.zero(3)], _adam, 1 / 64, 128):
-        assert max(off.values()) < LIMIT, off
+    for off in shared_pool(4).run(train, ["dp=2,tp=2", "tp=4"], [sl.zero(3)], bucket_mb=1 / 64, width=128):
+        assert max(off) < LIMIT, off
 
 
 class _Counting(torch.optim.SGD):
@@ -254,10 +149,10 @@ class _Counting(torch.optim.SGD):
 
 
 def _counted(mesh: str) -> bool:
-    model = sl.shard_model(_seeded(), "dp=2", RULES)
+    model = sl.shard_model(seeded(), "dp=2", RULES)
     sl.register_optimizer(_Counting, needs="shard")
     optimizer = _Counting(model.parameters(), lr=0.1)
-    _loss(model, _mine(_ids(0), model)).backward()
+    loss(model, mine(ids(0), model)).backward()
     optimizer.step()
     optimizer.zero_grad()
     reshard(model, mesh, optimizer)
@@ -269,13 +164,8 @@ def test_state_that_is_no_tensor_stays():
 
 
 def _bucketed(mesh: str) -> float:
-    model = sl.shard_model(_seeded(), "dp=2", RULES, bucket_mb=3)
+    model = sl.shard_model(seeded(), "dp=2", RULES, bucket_mb=3)
     return sl.get_plan(reshard(model, mesh)).step.bucket_mb
-
-
-def _seeded() -> Model:
-    torch.manual_seed(0)
-    return Model()
 
 
 def test_the_size_of_buckets_stays():
@@ -285,9 +175,9 @@ def test_the_size_of_buckets_stays():
 def _forgotten(mesh: str) -> str:
     torch.manual_seed(0)
     model = sl.shard_model(Model(), "dp=2", RULES)
-    optimizer = _sgd(model.parameters())
+    optimizer = sgd(model)
     reshard(model, mesh)
-    _loss(model, _mine(_ids(0), model)).backward()
+    loss(model, mine(ids(0), model)).backward()
     with pytest.raises(ShardlibError) as caught:
         optimizer.step()
     return str(caught.value)
@@ -302,14 +192,14 @@ def _refused(kind: str) -> str:
     """Return what is said; the model goes on as it was."""
     torch.manual_seed(0)
     model: Any = sl.shard_model(Model(), "dp=2", RULES)
-    optimizer: Any = _adam(model.parameters())
+    optimizer: Any = adam(model)
     given, mesh, options = model, "tp=2", dict[str, Any]()
-    ids = _ids(0)[:2]
-    before = model(ids)
+    rows = ids(0)[:2]
+    before = model(rows)
     if kind == "plain":
         given = Model()
     if kind == "gradients":
-        model(ids).sum().backward()
+        model(rows).sum().backward()
     if kind == "optimizer":
         optimizer = "adam"
     if kind == "mesh":
@@ -320,7 +210,7 @@ def _refused(kind: str) -> str:
         options["bucket_mb"] = 1.0 + dist.get_rank()
     with pytest.raises(ShardlibError) as caught:
         reshard(given, mesh, optimizer, **options)
-    assert torch.equal(model(ids), before) and str(sl.get_plan(model).mesh) == "dp=2"
+    assert torch.equal(model(rows), before) and str(sl.get_plan(model).mesh) == "dp=2"
     return str(caught.value)
 
 

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from shardlib.engine._torch._private import private
-from shardlib.engine._torch.meshes import cached_by_mesh
+from shardlib.engine._torch.meshes import cached_by_mesh, root_mesh
 
 private(
     "torch.distributed.tensor.DTensor._local_tensor",
@@ -223,9 +223,19 @@ def as_replicated(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
     return tensor if isinstance(tensor, DTensor) else wrap(tensor, replicated_spec(tensor, mesh))
 
 
-@cached_by_mesh
 def spec(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...], dtype: torch.dtype) -> Any:
-    """Return the spec of a contiguous tensor of this global shape."""
+    """Return the spec of a contiguous tensor of this global shape.
+
+    Sub-meshes of two meshes are equal where they have the same ranks, as "tp" of "dp=2,tp=2" and of "pp=2,tp=2". The
+    spec has the sub-mesh that was given, from which checkpoints find the ranks that have copies.
+    """
+    return _spec(root_mesh(mesh), mesh, placements, shape, dtype)
+
+
+@cached_by_mesh
+def _spec(
+    _root: DeviceMesh, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...], dtype: torch.dtype
+) -> DTensorSpec:
     stride = torch.empty(shape, device="meta").stride()
     return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(torch.Size(shape), stride, dtype))
 

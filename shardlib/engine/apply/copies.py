@@ -16,6 +16,7 @@ from shardlib.engine import _torch
 from shardlib.engine.data.params import local_of
 from shardlib.engine.ranks import agree
 from shardlib.engine.sharded import Sharded, record_of
+from shardlib.engine.torn import refuse_torn
 from shardlib.engine.undo import Undo, bare
 from shardlib.errors import ShardingError
 
@@ -41,6 +42,7 @@ def _copied(model: nn.Module, shard_again: Callable[..., nn.Module], undo: Undo,
     Raises:
         ShardingError: parameters were added, replaced or removed since the model was sharded.
     """
+    refuse_torn("copy.deepcopy", model)
     record = record_of(model)
     _refuse_changed(model, record)
     if record.updates is not None:

@@ -35,12 +35,12 @@ class Reductions:
     def __init__(self, limit: int, flags: Callable[[], torch.Tensor], agree: Callable[[torch.Tensor], None]) -> None:
         self.limit, self._flags, self._agree = limit, flags, agree
         self.buckets: list[ReduceBucket] = []
-        self._reduction: Callable[[GradientBucket], object] | None = None
+        self.registered: Callable[[GradientBucket], object] | None = None
         self._begun = self._waited = 0
 
     def reduce_by(self, reduction: Callable[[GradientBucket], object] | None) -> None:
         """Use a registered reduction in the place of the all-reduce from the next bucket on; None ends that."""
-        self._reduction = reduction
+        self.registered = reduction
 
     def restart(self, buckets: Sequence[ReduceBucket] = ()) -> None:
         """Set the buckets of a new pass."""
@@ -79,11 +79,11 @@ class Reductions:
         if self._begun > self._waited:
             self.buckets[self._begun - 1].advance()
         flags = self._flags() if bucket.flags else None
-        if self._reduction is None:
+        if self.registered is None:
             bucket.begin(flags)
         else:
             assert isinstance(bucket, AllReduceBucket)
-            bucket.begin_by(self._reduction, flags, self._begun)
+            bucket.begin_by(self.registered, flags, self._begun)
         bucket.begun = True
         self._begun += 1
 

@@ -13,6 +13,7 @@ from shardlib.engine import _torch
 from shardlib.engine.data.params import local_of
 from shardlib.engine.ranks import lost
 from shardlib.engine.sharded import is_sharded, param_state_of, record_of
+from shardlib.engine.torn import refuse_torn
 from shardlib.errors import CheckpointError
 
 __all__ = ["full_state_dict", "shard_plain_tensors"]
@@ -36,6 +37,7 @@ def full_state_dict(
         >>> sorted(state)
         ['bias', 'weight']
     """
+    refuse_torn("full_state_dict", model)
     if is_sharded(model):
         ranks = _torch.ranks_of_mesh(_torch.root_mesh(record_of(model).mesh))
         which = "" if names is None else f" of {len(names)} tensors"

@@ -66,7 +66,7 @@ class OptimizerWrapper(torch.optim.Optimizer):
     """
 
     def __init__(self, inner: Any, model: nn.Module, **options: Any) -> None:
-        self._record: Sharded = record_of(model)
+        record_of(model)  # raises where it is not sharded
         _torch.make_hooks(self)
         if not isinstance(inner, torch.optim.Optimizer):
             if not callable(inner):
@@ -82,23 +82,37 @@ class OptimizerWrapper(torch.optim.Optimizer):
             )
         self.inner: torch.optim.Optimizer = inner
         self.model = model
-        self._names = {id(p): name for name, p in model.named_parameters()}
         self._refuse_foreign_params(self._params())
         step = self._record.plan.step
         self.scaler = LossScaler(step.scaler) if step.scaler is not None else None
-        scaled = {} if self.scaler is None else {"scaler": self.scaler}
-        self.stateful: dict[str, Stateful] = {**scaled, **self._record.stateful}
         self.step_was_skipped = False
         self._reset_step()
 
     def _refuse_foreign_params(self, params: Iterable[torch.Tensor]) -> None:
-        foreign = [p for p in params if id(p) not in self._names]
+        known = self._names
+        foreign = [p for p in params if id(p) not in known]
         if foreign:
             raise ShardingError(
                 f"{len(foreign)} of the optimizer's parameters do not belong to the model (the first has shape "
                 f"{tuple(foreign[0].shape)}). Build it from model.parameters() after shard_model, and give each "
                 "model an optimizer of its own."
             )
+
+    # `reshard` gives the model another record and other parameters.
+
+    @property
+    def _record(self) -> Sharded:
+        return record_of(self.model)
+
+    @property
+    def _names(self) -> dict[int, str]:
+        return {id(p): name for name, p in self.model.named_parameters()}
+
+    @property
+    def stateful(self) -> dict[str, Stateful]:
+        """What is saved beside the state, by name: the loss scale, and what features of the plan keep."""
+        scaled: dict[str, Stateful] = {} if self.scaler is None else {"scaler": self.scaler}
+        return {**scaled, **self._record.stateful}
 
     # --- the interface of an optimizer --------------------------------------------------------------------------------
 
@@ -323,10 +337,9 @@ class OptimizerWrapper(torch.optim.Optimizer):
         """
         for hook in _torch.hooks_of(self, "state_dict_pre"):
             hook(self)
-        state = {self._names[id(p)]: dict(self.inner.state[p]) for p in self._params() if self.inner.state.get(p)}
-        groups = [
-            {**group, "params": [self._names[id(p)] for p in group["params"]]} for group in self.inner.param_groups
-        ]
+        known = self._names
+        state = {known[id(p)]: dict(self.inner.state[p]) for p in self._params() if self.inner.state.get(p)}
+        groups = [{**group, "params": [known[id(p)] for p in group["params"]]} for group in self.inner.param_groups]
         made: dict[str, Any] = {"state": state, "param_groups": groups}
         made |= {name: kept.state_dict() for name, kept in self.stateful.items()}
         for hook in _torch.hooks_of(self, "state_dict_post"):
@@ -355,10 +368,10 @@ class OptimizerWrapper(torch.optim.Optimizer):
         param_groups = self.inner.param_groups
         if len(groups) != len(param_groups):
             raise CheckpointError(f"The state dict has {len(groups)} param groups, the optimizer {len(param_groups)}.")
-        named = all(isinstance(name, str) for group in groups for name in group["params"])
+        named, known_names = all(isinstance(name, str) for group in groups for name in group["params"]), self._names
         loaded: dict[torch.Tensor, Any] = {}
         for index, (theirs, ours) in enumerate(zip(groups, param_groups, strict=True)):
-            names = [self._names[id(p)] for p in ours["params"]]
+            names = [known_names[id(p)] for p in ours["params"]]
             if named and sorted(theirs["params"]) != sorted(names):
                 unlike = sorted({*theirs["params"]} ^ {*names})
                 raise CheckpointError(

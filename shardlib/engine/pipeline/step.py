@@ -46,6 +46,7 @@ from shardlib.engine.pipeline.streams import Streams
 from shardlib.engine.ranks import agree, lost
 from shardlib.engine.ranks.lost import naming_lost_ranks
 from shardlib.engine.sharded import Sharded, record_of
+from shardlib.engine.torn import refuse_torn
 from shardlib.errors import InputError, LostRankError, ShardingError, StageError, check_flags, warn
 
 __all__ = ["PipelineStep", "StepRun", "pipeline_step"]
@@ -199,6 +200,7 @@ class StepRun:
         keep_outputs: bool = False,
         watch: Watch = lambda _action: nullcontext(),
     ) -> None:
+        refuse_torn("pipeline_step", model)
         self.model, self.criterion, self.optimizer, self.watch = model, criterion, optimizer, watch
         self.train, self.keep_outputs = train, keep_outputs
         self.record = record = record_of(model)
