@@ -110,7 +110,7 @@ class OptimizerWrapper(torch.optim.Optimizer):
 
     @property
     def stateful(self) -> dict[str, Stateful]:
-        """What is saved beside the state, by name: the loss scale, and what features of the plan keep."""
+        """Objects that are saved beside the state, by name: the loss scale, and what features of the plan keep."""
         scaled: dict[str, Stateful] = {} if self.scaler is None else {"scaler": self.scaler}
         return {**scaled, **self._record.stateful}
 
