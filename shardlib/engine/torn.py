@@ -17,6 +17,7 @@ __all__ = ["mend", "refuse_torn", "torn"]
 
 _REMEDY = {
     "transfer": "Transfer into it again, or load a checkpoint into it by shardlib.load.",
+    "send_weights": "Send the weights again, by a new connection where that has ended.",
     "reshard": "Build a new one, shard it, and load a checkpoint by shardlib.load; or transfer the weights of another.",
 }
 _TORN: WeakKeyDictionary[nn.Module, tuple[str, RemovableHandle]] = WeakKeyDictionary()
@@ -28,7 +29,8 @@ def torn(model: nn.Module | None, by: str) -> Iterator[None]:
 
     Args:
         model: the model; None where this rank has no part of it.
-        by: "transfer", after which the model can get all weights again, or "reshard", after which it cannot.
+        by: the call, "transfer" or "send_weights", after which the model can get all weights again, or "reshard", after
+            which it cannot.
     """
     if model is None:
         yield

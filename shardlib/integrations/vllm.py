@@ -137,7 +137,7 @@ class WorkerEngine(WeightTransferEngine[WorkerInitInfo, WorkerUpdateInfo]):
         if self._everyone is None:
             raise InputError("vLLM was to take weights before it was connected: shardlib.integrations.vllm.connect().")
         self._torn = contextlib.ExitStack()
-        self._torn.enter_context(torn(self.model, "transfer"))
+        self._torn.enter_context(torn(self.model, "send_weights"))
         try:
             self._feed.send()
         except BaseException:
