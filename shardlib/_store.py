@@ -28,9 +28,20 @@ def meeting(host: str, port: int, rank: int, world_size: int) -> Iterator[None]:
         yield
     except (dist.DistError, OSError) as fault:
         raise LaunchError(
-            f"Rank {rank} of {world_size} did not meet the others at {address(host, port)}: {fault}\nIs rank 0 "
-            "started, and on that host? Do all ranks name the same host, port and world_size? Is the port free there?"
+            f"Rank {rank} of {world_size} did not meet the others at {address(host, port)}: {fault}\n"
+            f"{_NODES_CHANGE if is_torchruns() else _NUMBERS_DIFFER}"
         ) from fault
+
+
+_NUMBERS_DIFFER = (
+    "Is rank 0 started, and on that host? Do all ranks name the same host, port and world_size? Is the port free there?"
+)
+# Agents of torch 2.13 keep the address of the first attempt: nodes that were there are not told of another one, and
+# nodes that come later are not told of the first one, and wait for it until all agents end.
+_NODES_CHANGE = (
+    "torchrun's agent gave this address. If nodes have joined or left, it may be that of an earlier attempt: set "
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun on all nodes."
+)
 
 
 def address(host: str, port: int) -> str:

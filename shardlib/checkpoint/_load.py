@@ -279,12 +279,9 @@ class _Work:
             if dataloader is not None:
                 state = self._of_rank("dataloader", must=True)
                 self.at_end.append(partial(_load_state, "dataloader", dataloader, state))
-            if (
-                random
-                and "random" in self.manifest.state
-                and (state := self._of_rank("random", must=False)) is not None
-            ):
-                self.at_end.append(_random.restoring(state))
+            for what in ("random", "python_random") if random else ():
+                if what in self.manifest.state and (state := self._of_rank(what, must=False)) is not None:
+                    self.at_end.append(_random.restoring(state))
             self.extra = decode(self.manifest.state.get("extra"), self._value)
         except (KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
             raise CheckpointError(

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, overload
 
 from torch import nn
 
@@ -88,14 +88,41 @@ class Checkpoints:
             self._tidy(everyone)
         return saving
 
-    def load(self, model: nn.Module | None = None, *args: Any, step: int | None = None, **options: Any) -> Loaded:
+    @overload
+    def load(
+        self,
+        model: nn.Module | None = None,
+        *args: Any,
+        step: int | None = None,
+        missing_ok: Literal[False] = False,
+        **options: Any,
+    ) -> Loaded: ...
+
+    @overload
+    def load(
+        self, model: nn.Module | None = None, *args: Any, step: int | None = None, missing_ok: bool, **options: Any
+    ) -> Loaded | None: ...
+
+    def load(
+        self,
+        model: nn.Module | None = None,
+        *args: Any,
+        step: int | None = None,
+        missing_ok: bool = False,
+        **options: Any,
+    ) -> Loaded | None:
         """Load the newest checkpoint, or that of a step. Collective.
 
         A damaged one is refused, by its name; name the step before it to go on from there.
+
+        With `missing_ok=True` it returns None if there is no checkpoint yet. Rank 0 looks, for all ranks: ranks that
+        look by `latest()` may disagree, where machines see a new file of a shared folder at different times.
         """
         everyone = self._after_saving("load", options)
         self._tidy(everyone)
         steps = everyone.first("find checkpoints", self.steps)
+        if not steps and missing_ok and step is None:
+            return None
         if not steps:
             raise CheckpointError(f'There is no checkpoint in "{self.folder}". Save one first.')
         if step is not None and step not in steps:

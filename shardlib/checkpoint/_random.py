@@ -12,44 +12,40 @@ import torch
 from shardlib.engine.feature.randomness import accelerator_random
 from shardlib.errors import CheckpointError
 
-__all__ = ["restoring", "states"]
+__all__ = ["python_states", "restoring", "states"]
 
 _WORDS = 624  # of a Mersenne Twister, which all three use on CPU
 
 
 def states() -> dict[str, Any]:
-    """Return the random states of this process."""
-    version, words, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    found = {
-        "torch": torch.get_rng_state(),
-        "python": [version, torch.tensor(words, dtype=torch.int64), gauss],
-        "numpy": [kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, cached],
-    }
+    """Return the random states of torch in this process; with exact random numbers they are equal on all ranks."""
+    found = {"torch": torch.get_rng_state()}
     if (module := accelerator_random()) is not None:
         found["accelerator"] = module.get_rng_state().cpu()
     return found
 
 
+def python_states() -> dict[str, Any]:
+    """Return the random states of Python and numpy in this process; they differ between ranks unless seeded."""
+    version, words, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    return {
+        "python": [version, torch.tensor(words, dtype=torch.int64), gauss],
+        "numpy": [kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, cached],
+    }
+
+
 def restoring(saved: Mapping[str, Any]) -> Callable[[], None]:
-    """Check a result of `states`, and return the call that restores it.
+    """Check a result of `states` or `python_states`, or both in one, and return the call that restores it.
 
     Raises:
-        CheckpointError: not a result of `states`.
+        CheckpointError: not a result of these.
     """
+    parts = {"torch": _restoring_torch, "python": _restoring_python}
     try:
-        version, words, gauss = saved["python"]
-        kind, keys, position, has_gauss, cached = saved["numpy"]
-        python = (version, tuple(words.tolist()), gauss)
-        numpy = (str(kind), keys.numpy().astype(np.uint32), position, has_gauss, cached)
-        own = saved["torch"]
-        theirs: Any = saved.get("accelerator")
-        _check_torch(own)
-        _check_python(python)
-        _check_numpy(numpy)
-        module = accelerator_random() if isinstance(theirs, torch.Tensor) else None
-        if module is not None:
-            torch.Generator(torch.accelerator.current_accelerator()).set_state(theirs)
+        restores = [part(saved) for key, part in parts.items() if key in saved]
+        if not restores:
+            raise KeyError("torch")
     except (LookupError, TypeError, ValueError, RuntimeError, AttributeError, OverflowError) as error:
         raise CheckpointError(
             f"the random states cannot be used: {type(error).__name__}: {error}. Use another checkpoint, or load with "
@@ -57,11 +53,39 @@ def restoring(saved: Mapping[str, Any]) -> Callable[[], None]:
         ) from error
 
     def restore() -> None:
+        for each in restores:
+            each()
+
+    return restore
+
+
+def _restoring_torch(saved: Mapping[str, Any]) -> Callable[[], None]:
+    own = saved["torch"]
+    theirs: Any = saved.get("accelerator")
+    _check_torch(own)
+    module = accelerator_random() if isinstance(theirs, torch.Tensor) else None
+    if module is not None:
+        torch.Generator(torch.accelerator.current_accelerator()).set_state(theirs)
+
+    def restore() -> None:
         torch.set_rng_state(own)
-        random.setstate(python)
-        np.random.set_state(numpy)
         if module is not None:
             module.set_rng_state(theirs)
+
+    return restore
+
+
+def _restoring_python(saved: Mapping[str, Any]) -> Callable[[], None]:
+    version, words, gauss = saved["python"]
+    kind, keys, position, has_gauss, cached = saved["numpy"]
+    python = (version, tuple(words.tolist()), gauss)
+    numpy = (str(kind), keys.numpy().astype(np.uint32), position, has_gauss, cached)
+    _check_python(python)
+    _check_numpy(numpy)
+
+    def restore() -> None:
+        random.setstate(python)
+        np.random.set_state(numpy)
 
     return restore
 

@@ -351,7 +351,9 @@ class _State:
         if dataloader is not None:
             made._of_each_rank(everyone, "dataloader", lambda: _state_dict("dataloader", dataloader))
         if random:
+            # Apart: ranks with exact random numbers have one state of torch, and nothing seeds those of Python alike.
             made._of_each_rank(everyone, "random", _random.states)
+            made._of_each_rank(everyone, "python_random", _random.python_states)
         return made
 
     def _of_first_rank(self, everyone: Peers, model: Any, optimizer: Any, lr_scheduler: Any, extra: Any) -> None:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 import shardlib as sl
 from shardlib._store import store_of_attempt
 from shardlib.booster import launch_from_torch
+from shardlib.errors import LaunchError
 from tests.checkpoint import restarted
 from tests.house.source import ROOT
 from tests.torchvision_on_cpu import let_torchvision_in
@@ -64,6 +65,18 @@ def test_a_rank_that_does_not_come_is_named():
     agents = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with pytest.raises(TimeoutError, match=r"rank 1 did not come within 0\.05 seconds"):
         store_of_attempt("127.0.0.1", agents.port, 0, 2, timedelta(seconds=0.05))
+
+
+def test_an_address_of_an_earlier_attempt_is_explained(monkeypatch: pytest.MonkeyPatch):
+    kept = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port = kept.port
+    del kept  # its node was lost
+    for name, value in {"RUN_ID": "train", "USE_AGENT_STORE": "True"}.items():
+        monkeypatch.setenv(f"TORCHELASTIC_{name}", value)
+    for name, value in {"RANK": 1, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(LaunchError, match=r"(?s)Rank 1 of 2 did not meet.*SHARE_RDZV_TCP_STORE=1 for torchrun on all"):
+        sl.mesh("dp=2", device_type="cpu", timeout=0.1)
 
 
 def _by_torch() -> None:

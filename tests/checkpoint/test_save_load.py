@@ -259,6 +259,31 @@ def test_random_streams_that_were_not_saved_are_told(tmp_path: Path):
     assert told[3] == (told[0][0] + "; this rank had no counterpart and keeps its own",)
 
 
+def _exact_numbers(path: str, mesh: str, save: bool) -> tuple[list[float], float, tuple[str, ...]]:
+    """What this rank draws after it has saved or loaded; nothing seeds Python alike, as in processes of torchrun."""
+    before = random.getstate()
+    random.seed(10 * dist.get_rank() + save)
+    torch.manual_seed(7 + save)
+    model = sl.shard_model(MLP(), mesh, _RULES, compile=None, rng="exact")
+    if save:
+        checkpoint.save(path, model)
+    notes = () if save else checkpoint.load(path, model).notes
+    drawn = torch.rand(3).tolist(), random.random()
+    random.setstate(before)
+    return *drawn, notes
+
+
+def test_exact_random_numbers_go_on_where_ranks_are_added(tmp_path: Path):
+    path = str(tmp_path / "saved")
+    pool = shared_pool(4)
+    saved = pool(2).run(_exact_numbers, path, "dp=2,tp=1", True)
+    loaded = pool.run(_exact_numbers, path, "dp=4,tp=1", False)
+    assert [drawn for drawn, _, _ in loaded] == [saved[0][0]] * 4
+    assert [drawn for _, drawn, _ in loaded[:2]] == [drawn for _, drawn, _ in saved]
+    note = "python_random: saved for 2 data ranks, and there are 4"
+    assert loaded[0][2] == (note,) and loaded[3][2] == (note + "; this rank had no counterpart and keeps its own",)
+
+
 # --- what does not fit ----------------------------------------------------------------------------------------------
 
 
@@ -401,6 +426,9 @@ def test_the_last_ones_are_kept(tmp_path: Path):
     assert checkpoints.latest() is None
     with pytest.raises(CheckpointError, match="There is no checkpoint in"):
         checkpoints.load(nn.Linear(2, 2))
+    with pytest.raises(CheckpointError, match="There is no checkpoint in"):
+        checkpoints.load(nn.Linear(2, 2), step=5, missing_ok=True)
+    assert checkpoints.load(nn.Linear(2, 2), missing_ok=True) is None
     for step in (5, 40, 1_000_000):
         checkpoints.save(step, nn.Linear(2, 2), extra=step)
     assert checkpoints.steps() == [40, 1_000_000] and checkpoints.latest() == tmp_path / "step-1000000"

@@ -35,7 +35,7 @@ def _title(document: Path) -> str:
 
 
 # Pages that start several jobs of their own take a quarter of a minute each.
-_SLOW = "debug-hangs", "debug-numbers", "slurm", "ci"
+_SLOW = "debug-hangs", "debug-numbers", "slurm", "survive", "ci"
 
 
 def _pages() -> Iterator[Any]:

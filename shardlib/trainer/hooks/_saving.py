@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from shardlib.checkpoint import Checkpoints
-from shardlib.checkpoint._peers import peers
 from shardlib.errors import CheckpointError, PlanError
 from shardlib.trainer._data import begins_at
 from shardlib.trainer.hooks._base import BaseHook, positive
@@ -57,7 +56,7 @@ class SaveCheckpointHook(BaseHook):
         self._due = False
 
     def before_train(self, trainer: Trainer) -> None:
-        if self.resume and trainer.cur_step == 0 and self._is_there_one():
+        if self.resume and trainer.cur_step == 0:
             self._go_on(trainer)
 
     def after_train_iter(self, trainer: Trainer, output: Any, label: Any, loss: Any) -> None:
@@ -87,13 +86,11 @@ class SaveCheckpointHook(BaseHook):
             extra={**begun, "has_position": has_position},
         )
 
-    def _is_there_one(self) -> bool:
-        """Return whether rank 0 finds a checkpoint, so that all ranks agree."""
-        everyone = peers("SaveCheckpointHook", f'looking into "{self.checkpoints.folder}"', None)
-        return bool(everyone.first("find checkpoints", lambda: self.checkpoints.latest() is not None))
-
     def _go_on(self, trainer: Trainer) -> None:
-        loaded = self.checkpoints.load(*self._trained(trainer), lr_scheduler=_scheduler_of(trainer), cast=True)
+        options: dict[str, Any] = {"lr_scheduler": _scheduler_of(trainer), "cast": True}
+        loaded = self.checkpoints.load(*self._trained(trainer), missing_ok=True, **options)
+        if loaded is None:
+            return
         begun, loader = loaded.extra, trainer.train_dataloader
         of_epoch = int(begun["of_epoch"])
         if begun["has_position"] and hasattr(loader, "load_state_dict"):
