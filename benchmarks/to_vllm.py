@@ -105,11 +105,11 @@ def main() -> None:
             print(f"  {name:<20} {min(each):.3f} s; memory grows by {memory[name] / mib:.0f} MiB")
         print(f"  the checkpoint takes {written(ratio)} times as long", flush=True)
         if args.json:
-            seconds = {name: min(each) for name, each in taken.items()}
-            found = {
+            fastest = {name: min(each) for name, each in taken.items()}
+            found: dict[str, Any] = {
                 "model_bytes": size,
                 "sent_bytes": sent,
-                "seconds": seconds,
+                "seconds": fastest,
                 "ratio": ratio,
                 "memory_bytes": memory,
             }

@@ -12,7 +12,9 @@ import torch.distributed as dist
 from shardlib._plan.moves import Move, Moves
 from shardlib.checkpoint._peers import Lost, Peers
 
-__all__ = ["carry"]
+__all__ = ["BUCKET", "carry"]
+
+BUCKET = 25 * 2**20  # bytes, where the caller does not choose
 
 Local = Callable[[str], torch.Tensor]
 

@@ -19,7 +19,7 @@ from shardlib._plan.moves import Laid, Moves, Pair
 from shardlib.checkpoint._peers import Peers
 from shardlib.engine.torn import refuse_torn
 from shardlib.layout._boxes import Box
-from shardlib.weights._carry import carry
+from shardlib.weights._carry import BUCKET, carry
 from shardlib.weights._lying import everywhere, items_of, local_of, refuse_in_backward
 from shardlib.weights._names import Convert
 from shardlib.weights._views import Read, View, in_groups, on_meta, views_of
@@ -168,7 +168,7 @@ class Feed:
             buffers = {view.name: torch.empty(view.box.sizes, dtype=laid.dtype, device=device) for view, laid in mine}
             carry(
                 self._everyone, "send", moves, partial(local_of, self._items), buffers.__getitem__,
-                bucket_bytes=self._limit,
+                bucket_bytes=min(self._limit, BUCKET),
             )  # fmt: skip
             for view, _ in mine:
                 yield view.name, view.of(buffers.pop(view.name))

@@ -15,7 +15,7 @@ from shardlib.checkpoint._peers import Peers, peers
 from shardlib.engine.torn import refuse_torn
 from shardlib.errors import InputError
 from shardlib.layout._boxes import full_box
-from shardlib.weights._carry import carry
+from shardlib.weights._carry import BUCKET, carry
 from shardlib.weights._lying import check_sizes, everywhere, items_of, local_of, refuse_in_backward
 from shardlib.weights._names import adapters_merged, saved_names
 from shardlib.weights._views import View, in_groups, on_meta, views_of
@@ -73,7 +73,7 @@ def stream_weights(
             mine = group if everyone.rank in to else []
             full = {view.name: torch.empty(view.box.sizes, dtype=kept.dtype, device=device) for view, kept in mine}
             moves = Moves(tuple(Pair(sources[view.source], kept) for view, kept in group), node)
-            carry(everyone, "send", moves, partial(local_of, items), full.__getitem__, bucket_bytes=limit)
+            carry(everyone, "send", moves, partial(local_of, items), full.__getitem__, bucket_bytes=min(limit, BUCKET))
             for view, _ in mine:
                 yield view.name, view.of(full.pop(view.name))
 
