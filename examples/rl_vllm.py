@@ -69,7 +69,7 @@ def start_engine() -> LLM:
 
 
 def questions(step: int, args: argparse.Namespace) -> Tensor:
-    """Digits that were never drawn for another step, row by row."""
+    """The prompts of a step, in rows of digits; the same on every rank and in every run."""
     return torch.randint(10, (args.prompts, args.digits), generator=torch.Generator().manual_seed(step))
 
 
@@ -128,6 +128,8 @@ def main() -> None:
     for step in range(args.steps):
         start = time.perf_counter()
         connection.send_weights()
+        if engine:
+            engine.reset_prefix_cache()  # it is of the old weights
         sent = time.perf_counter()
 
         asked = questions(step, args)
