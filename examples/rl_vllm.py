@@ -143,8 +143,10 @@ def main() -> None:
         groups = rewards.view(-1, args.group)
         advantages = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)
         batch = [each.chunk(places)[place] for each in (asked, answers, sampled, advantages.view(-1, 1))]
-        logprobs = [update(model, optimizer, batch, args.clip) for _ in range(args.updates)][0]
+        logprobs = update(model, optimizer, batch, args.clip)
         gap = (logprobs - batch[2]).abs().max()
+        for _ in range(args.updates - 1):
+            update(model, optimizer, batch, args.clip)
         dist.all_reduce(gap, op=dist.ReduceOp.MAX)
         trained = time.perf_counter()
 

@@ -42,8 +42,8 @@ _REFUSED = {
     "enable_jit_checkpoint": "All ranks save together. Write save_strategy and save_steps.",
     "neftune_noise_alpha": _UNTRIED,
     "use_liger_kernel": _UNTRIED,
-    "use_vllm": "TRL would read full parameters off the model. Write GRPOTrainer(..., rollout_func=vllm_rollouts(llm)), "
-    "from shardlib.integrations.trl.",
+    "use_vllm": "TRL would take shards for full parameters. Write GRPOTrainer(..., rollout_func=vllm_rollouts(llm)), "
+    "of shardlib.integrations.trl.",
 }
 
 
@@ -221,9 +221,9 @@ class ShardedTrainerMixin:
         size = args.per_device_train_batch_size * args.steps_per_generation * self.accelerator.num_processes
         if size % args.num_generations:
             raise PlanError(
-                f"num_generations={args.num_generations} was given, and answers are sampled for {size} prompts at a "
-                f"time: per_device_train_batch_size={args.per_device_train_batch_size} of "
-                f"{self.accelerator.num_processes} data ranks, in {args.steps_per_generation} steps. Let it divide them."
+                f"num_generations={args.num_generations} was given, and {size} answers are sampled at a time: "
+                f"per_device_train_batch_size={args.per_device_train_batch_size} of {self.accelerator.num_processes} data "
+                f"ranks, in {args.steps_per_generation} steps. Let the first divide the second."
             )
         args.generation_batch_size = size
 

@@ -78,6 +78,7 @@ class _Rollouts:
                 "min_p": trainer.min_p or 0.0,
                 "repetition_penalty": trainer.repetition_penalty,
                 "max_tokens": trainer.max_completion_length,
+                "stop_token_ids": trainer.eos_token_ids,
                 "logprobs": 0,
                 "detokenize": False,
                 **(trainer.args.generation_kwargs or {}),
