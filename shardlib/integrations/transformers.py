@@ -222,8 +222,8 @@ class ShardedTrainerMixin:
         if size % args.num_generations:
             raise PlanError(
                 f"num_generations={args.num_generations} was given, and {size} answers are sampled at a time: "
-                f"per_device_train_batch_size={args.per_device_train_batch_size} of {self.accelerator.num_processes} data "
-                f"ranks, in {args.steps_per_generation} steps. Let the first divide the second."
+                f"per_device_train_batch_size={args.per_device_train_batch_size} of {self.accelerator.num_processes} "
+                f"data ranks, in {args.steps_per_generation} steps. Let the first divide the second."
             )
         args.generation_batch_size = size
 

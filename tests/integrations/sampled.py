@@ -91,7 +91,13 @@ def samples(sharding: str | None, folder: str, answers: Any = None, **options: A
     )
     training.train()
     kept = "loss", "grad_norm", "reward", "reward_std", "entropy"
-    done = Ran([{name: entry[name] for name in kept} for entry in training.state.log_history if "loss" in entry])
+    done = Ran(
+        [
+            {name: entry[name] for name in kept if name in entry}
+            for entry in training.state.log_history
+            if "loss" in entry
+        ]
+    )
     state = training.accelerator.get_state_dict(training.model)
     done.weights = {name: value.detach().clone() for name, value in state.items()}
     reset()
