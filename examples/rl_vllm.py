@@ -29,6 +29,8 @@ import shardlib as sl
 from shardlib.integrations.vllm import connect
 
 SORT = 10  # the token after the digits, which asks for the sorted ones
+DIGITS = 3
+CLIP = 0.2  # of the ratio of new and old probabilities
 CONFIG = LlamaConfig(
     vocab_size=16, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, head_dim=32, max_position_embeddings=64, tie_word_embeddings=False,
@@ -41,12 +43,10 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--transform", help='such as "zero(3)"')
     p.add_argument("--alone", action="store_true", help="do not shard")
     p.add_argument("--steps", type=int, default=100)
-    p.add_argument("--digits", type=int, default=3, help="of a prompt, and of its answer")
     p.add_argument("--prompts", type=int, default=32, help="of a step")
     p.add_argument("--group", type=int, default=16, help="answers to each prompt")
     p.add_argument("--updates", type=int, default=2, help="of the model, with the answers of one step")
     p.add_argument("--lr", type=float, default=5e-4)
-    p.add_argument("--clip", type=float, default=0.2, help="of the ratio of new and old probabilities")
     p.add_argument("--json", type=Path, help="write the curve to this file")
     return p
 
@@ -58,30 +58,23 @@ def start_engine() -> LLM:
     with tempfile.TemporaryDirectory() as folder:
         CONFIG.save_pretrained(folder)
         return LLM(
-            folder,
-            load_format="dummy",
-            dtype="float32",
-            max_model_len=64,
-            skip_tokenizer_init=True,
-            enforce_eager=True,
-            weight_transfer_config={"backend": "shardlib"},
-        )
+            folder, load_format="dummy", dtype="float32", max_model_len=64, skip_tokenizer_init=True,
+            enforce_eager=True, weight_transfer_config={"backend": "shardlib"},
+        )  # fmt: skip
 
 
 def questions(step: int, args: argparse.Namespace) -> Tensor:
     """The prompts of a step, in rows of digits; the same on every rank and in every run."""
-    return torch.randint(10, (args.prompts, args.digits), generator=torch.Generator().manual_seed(step))
+    return torch.randint(10, (args.prompts, DIGITS), generator=torch.Generator().manual_seed(step))
 
 
 def sample(engine: LLM, asked: Tensor, step: int, args: argparse.Namespace) -> tuple[Tensor, Tensor]:
     """Answers to each question, and their log-probabilities: [prompts * group, digits]."""
+    seeds = [(step * len(asked) + row) * args.group for row in range(len(asked))]  # each answer has one of its own
     how = [
-        SamplingParams(
-            n=args.group, seed=(step * len(asked) + row) * args.group, max_tokens=args.digits,
-            logprobs=0, ignore_eos=True, detokenize=False,
-        )
-        for row in range(len(asked))
-    ]  # fmt: skip
+        SamplingParams(n=args.group, seed=seed, max_tokens=DIGITS, logprobs=0, ignore_eos=True, detokenize=False)
+        for seed in seeds
+    ]
     prompts = [{"prompt_token_ids": [*row, SORT]} for row in asked.tolist()]
     answers = [answer for of_one in engine.generate(prompts, how, use_tqdm=False) for answer in of_one.outputs]
     tokens = [list(answer.token_ids) for answer in answers]
@@ -91,17 +84,17 @@ def sample(engine: LLM, asked: Tensor, step: int, args: argparse.Namespace) -> t
 
 def logprobs_of(model: nn.Module, asked: Tensor, answers: Tensor) -> Tensor:
     """The log-probabilities of the answers' tokens by the model that trains."""
-    start = torch.cat([asked, torch.full((len(asked), 1), SORT)], 1)
-    logits = model(torch.cat([start, answers[:, :-1]], 1), use_cache=False).logits[:, asked.shape[1] :]
+    tokens = torch.cat([asked, asked.new_full((len(asked), 1), SORT), answers[:, :-1]], 1)
+    logits = model(tokens, use_cache=False).logits[:, asked.shape[1] :]
     return logits.log_softmax(-1).gather(-1, answers[..., None]).squeeze(-1)
 
 
-def update(model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, ...], clip: float) -> Tensor:
+def update(model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, ...]) -> Tensor:
     """Take a step of GRPO; returns the log-probabilities before it."""
     asked, answers, sampled, advantages = batch
     logprobs = logprobs_of(model, asked, answers)
     ratio = (logprobs - sampled).exp()  # of the model that trains to the one that vLLM had
-    loss = -torch.minimum(ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages).mean()
+    loss = -torch.minimum(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages).mean()
     optimizer.zero_grad()
     loss.backward()
     sl.clip_grad_norm_(model, 1.0)
@@ -118,6 +111,7 @@ def main() -> None:
 
     torch.manual_seed(0)
     model: Any = LlamaForCausalLM(CONFIG)
+    model = model.to(mesh.device_type)
     if not args.alone:
         transforms = [sl.transforms.parse(args.transform)] if args.transform else []
         model = sl.shard_model(model, mesh, transforms=transforms, compile=None)
@@ -133,7 +127,7 @@ def main() -> None:
         sent = time.perf_counter()
 
         asked = questions(step, args)
-        box = [sample(engine, asked, step, args) if engine else None]
+        box: list[Any] = [sample(engine, asked, step, args) if engine else None]
         dist.broadcast_object_list(box)  # one rank has asked the engine; all learn from its answers
         answers, sampled = box[0]
         generated = time.perf_counter()
@@ -142,11 +136,12 @@ def main() -> None:
         rewards = (answers == asked.sort(1).values).float().mean(1)
         groups = rewards.view(-1, args.group)
         advantages = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)
-        batch = [each.chunk(places)[place] for each in (asked, answers, sampled, advantages.view(-1, 1))]
-        logprobs = update(model, optimizer, batch, args.clip)
+        rows = (asked, answers, sampled, advantages.view(-1, 1))
+        batch = tuple(each.chunk(places)[place].to(mesh.device_type) for each in rows)
+        logprobs = update(model, optimizer, batch)
         gap = (logprobs - batch[2]).abs().max()
         for _ in range(args.updates - 1):
-            update(model, optimizer, batch, args.clip)
+            update(model, optimizer, batch)
         dist.all_reduce(gap, op=dist.ReduceOp.MAX)
         trained = time.perf_counter()
 
