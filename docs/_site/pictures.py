@@ -1,4 +1,4 @@
-"""Draw the pictures of docs/concepts.md: `python docs/_site/pictures.py` writes them into docs/pictures."""
+"""Draw the pictures of the documents: `python docs/_site/pictures.py` writes them into docs/pictures."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ def pictures() -> Iterator[tuple[str, str]]:
     fused = sl.Layout.parse("(qkv heads@tp head) in", sizes={"qkv": 3, "heads": 4})
     yield "fused.svg", picture(fused, (24, 8), sl.MeshShape("tp=2"))
     yield "phases.svg", _phases()
+    yield "reward.svg", _curves(FOLDER.parent / "how-to" / "reinforcement-learning.md")
 
 
 def _phases() -> str:
@@ -41,6 +42,24 @@ def _phases() -> str:
             cells.append(_SIZE.sub(place, drawing, count=1))
         y += 120
     return f'<svg xmlns="http://www.w3.org/2000/svg" width="640" height="{y:g}" role="img">{"".join(cells)}</svg>'
+
+
+def _curves(page: Path) -> str:
+    """A line for each column of the page's table of rewards by step."""
+    table = re.search(r"^\| step \|(.*)\n\|[-|]+\n((?:\|.*\n)+)", page.read_text(), re.MULTILINE)
+    assert table is not None, f"{page.name} has no table that begins with | step |"
+    rows = [[float(cell) for cell in row.strip("|").split("|")] for row in table[2].splitlines()]
+    cells = [f'<path d="M 40 10 V 170 H {40 + 4 * rows[-1][0]:g}" fill="none" stroke="#808890"/>']
+    cells += [_text(f"{value:g}", 10, 174 - 160 * value) for value in (0, 0.5, 1)]
+    cells.append(_text("step", 440, 190))
+    for column, name in enumerate(table[1].strip("|").split("|"), 1):
+        points = " ".join(f"{40 + 4 * row[0]:g},{170 - 160 * row[column]:g}" for row in rows)
+        colour = ("#0072b2", "#d55e00", "#009e73")[column - 1]
+        cells.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        y = 80 + 20 * column
+        cells.append(f'<path d="M 270 {y - 5} H 295" stroke="{colour}" stroke-width="2"/>')
+        cells.append(_text(name.strip().replace("`", ""), 302, y))
+    return f'<svg xmlns="http://www.w3.org/2000/svg" width="480" height="200" role="img">{"".join(cells)}</svg>'
 
 
 def _text(words: str, x: float, y: float) -> str:

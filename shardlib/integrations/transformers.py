@@ -42,6 +42,8 @@ _REFUSED = {
     "enable_jit_checkpoint": "All ranks save together. Write save_strategy and save_steps.",
     "neftune_noise_alpha": _UNTRIED,
     "use_liger_kernel": _UNTRIED,
+    "use_vllm": "TRL would take shards for full parameters. Write GRPOTrainer(..., rollout_func=vllm_rollouts(llm)), "
+    "of shardlib.integrations.trl.",
 }
 
 
@@ -141,6 +143,8 @@ class ShardedTrainerMixin:
         self.gather_function = partial(
             self.accelerator.gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
         )
+        if hasattr(self.args, "generation_batch_size"):
+            self._count_answers()
 
     def _move_model_to_device(self, model: nn.Module, device: Any) -> None:
         """Leave the model where it is: `shard_model` puts each rank's shards on its device."""
@@ -208,6 +212,27 @@ class ShardedTrainerMixin:
             changed = (losses[0] - losses[1]).abs().nan_to_num()
             self._ignores_count = self.accelerator.reduce(changed, "max").item() == 0
         return self._ignores_count
+
+    # --- trainers of TRL that sample answers --------------------------------------------------------------------------
+
+    def _count_answers(self) -> None:
+        """Let the batch for which answers are sampled be that of the data ranks; TRL counts processes."""
+        args = self.args
+        size = args.per_device_train_batch_size * args.steps_per_generation * self.accelerator.num_processes
+        if size % args.num_generations:
+            raise PlanError(
+                f"num_generations={args.num_generations} was given, and {size} answers are sampled at a time: "
+                f"per_device_train_batch_size={args.per_device_train_batch_size} of {self.accelerator.num_processes} "
+                f"data ranks, in {args.steps_per_generation} steps. Let the first divide the second."
+            )
+        args.generation_batch_size = size
+
+    def _calculate_rewards(self, *args: Any, **options: Any) -> torch.Tensor:
+        """Compute the rewards of all data ranks' answers. TRL gathers those of all processes."""
+        every = super()._calculate_rewards(*args, **options)  # type: ignore[misc]
+        state = self.accelerator.state
+        mine = every.chunk(state.num_processes)[state.process_index]
+        return self.accelerator.gather(mine)  # type: ignore[no-any-return]
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 

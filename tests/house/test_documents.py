@@ -17,7 +17,7 @@ import pytest
 import shardlib
 from shardlib import testing
 from tests.house.source import ROOT
-from tests.pages import OF_HOSTS, follow, read_page
+from tests.pages import OF_HOSTS, OF_VLLM, follow, read_page
 
 DOCUMENTS = [
     ROOT / "README.md",
@@ -39,7 +39,7 @@ _SLOW = "debug-hangs", "debug-numbers", "slurm", "survive", "ci"
 
 
 def _pages() -> Iterator[Any]:
-    elsewhere = {ROOT / "docs" / page for page in OF_HOSTS}
+    elsewhere = {ROOT / "docs" / page for page in (*OF_HOSTS, *OF_VLLM)}
     for page in DOCUMENTS:
         if page not in elsewhere and read_page(page).shell:
             yield pytest.param(page, id=_title(page), marks=[pytest.mark.deep] if page.stem in _SLOW else [])

@@ -1,0 +1,94 @@
+"""TRL: a running vLLM answers the prompts of `GRPOTrainer` with the weights that its sharded model has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from vllm import SamplingParams
+
+from shardlib.engine.ranks import agree
+from shardlib.errors import InputError
+from shardlib.integrations.vllm import Connection, connect
+
+__all__ = ["vllm_rollouts"]
+
+
+def vllm_rollouts(llm: Any = None, **connecting: Any) -> Callable[[list[Any], Any], dict[str, Any]]:
+    """Return a `rollout_func` for TRL's `GRPOTrainer`, of which vLLM samples the answers.
+
+    Before the first answers of a step, the engine is sent the weights that the trainer's model has. All that
+    `GRPOConfig` says of sampling holds, and `generation_kwargs` are further `SamplingParams`.
+
+    Args:
+        llm: an `LLM` that was started with `weight_transfer_config={"backend": "shardlib"}` and
+            `logprobs_mode="processed_logprobs"`, on one rank. None on the others.
+        **connecting: arguments of `shardlib.integrations.vllm.connect`.
+
+    Raises:
+        InputError: an engine on no rank or on several.
+
+    Example:
+        ```python
+        class GRPOTrainer(ShardedTrainerMixin, trl.GRPOTrainer):
+            pass
+
+
+        trainer = GRPOTrainer(model, ..., rollout_func=vllm_rollouts(llm), sharding="dp=2 | zero(3)")
+        ```
+    """
+    return _Rollouts(llm, connecting)
+
+
+class _Rollouts:
+    def __init__(self, llm: Any, connecting: dict[str, Any]) -> None:
+        self._llm, self._connecting = llm, connecting
+        self._connection: Connection | None = None
+        self._sent = -1  # the step whose weights the engine has
+
+    def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        """Answer the prompts of this data rank. Collective over the job."""
+        if self._connection is None:
+            self._connection = connect(trainer.model, self._llm, **self._connecting)
+        if trainer.state.global_step != self._sent:
+            self._connection.send_weights()
+            self._sent = trainer.state.global_step
+            if self._llm is not None:
+                self._llm.reset_prefix_cache()
+        asked, images, _ = trainer._tokenize_prompts(prompts)
+        if images is not None:
+            raise InputError("Prompts with images were given; vllm_rollouts is for text.")
+        place = trainer.accelerator.process_index
+        every = agree.exchange((place, asked, self._llm is not None))
+        speaking = [rank for rank, (_, _, speaks) in enumerate(every) if speaks]
+        if len(speaking) != 1:
+            raise InputError(f"vllm_rollouts(llm) was given an engine on ranks {speaking}; give it on one.")
+        of_places = {number: rows for number, rows, _ in every}
+        answers = None
+        if self._llm is not None:
+            answers = {number: self._sample(rows, trainer) for number, rows in sorted(of_places.items())}
+        return {"prompt_ids": asked, **agree.exchange(answers)[speaking[0]][place]}
+
+    def _sample(self, prompts: list[list[int]], trainer: Any) -> dict[str, Any]:
+        sampling = SamplingParams(
+            **{
+                "temperature": trainer.temperature,
+                "top_p": trainer.top_p,
+                "top_k": trainer.top_k,
+                "min_p": trainer.min_p or 0.0,
+                "repetition_penalty": trainer.repetition_penalty,
+                "max_tokens": trainer.max_completion_length,
+                "stop_token_ids": trainer.eos_token_ids,
+                "logprobs": 0,
+                "detokenize": False,
+                **(trainer.args.generation_kwargs or {}),
+            }
+        )
+        rows = [{"prompt_token_ids": row} for row in prompts]
+        found = [answer.outputs[0] for answer in self._llm.generate(rows, sampling, use_tqdm=False)]
+        tokens = [[*answer.token_ids] for answer in found]
+        logprobs = [
+            [at[token].logprob for at, token in zip(answer.logprobs, of_one, strict=True)]
+            for answer, of_one in zip(found, tokens, strict=True)
+        ]
+        return {"completion_ids": tokens, "logprobs": logprobs}
