@@ -3,46 +3,32 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.house.source import ROOT
+from tests.vllm.jobs import TWO_RANKS, run
 
 # Of log-probabilities in float32, as tests/vllm/trained.py says. Those of a step before are 1e-2 off here.
 _ROUNDING = 2e-4
 _SMALL = ["--steps", "8", "--prompts", "16", "--group", "8", "--lr", "2e-3"]
 
 
-def _curve(folder: Path, name: str, *words: str) -> list[dict[str, Any]]:
-    file = folder / f"{name}.json"
-    more = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    run = subprocess.run(
-        [sys.executable, *words, *_SMALL, "--json", str(file)],
-        cwd=ROOT,
-        env={**os.environ, **more},
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
+def _curve(folder: Path, *words: str) -> list[dict[str, Any]]:
+    file = folder / "curve.json"
+    run(*words, *_SMALL, "--json", file)
     return json.loads(file.read_text())
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return _curve(tmp_path_factory.mktemp("alone"), "alone", "examples/rl_vllm.py", "--alone")
+    return _curve(tmp_path_factory.mktemp("alone"), "examples/rl_vllm.py", "--alone")
 
 
 @pytest.mark.parametrize("options", [["--mesh", "dp=2", "--transform", "zero(3)"], ["--mesh", "tp=2"]])
 def test_a_sharded_policy_learns_as_on_one_device(alone: list[dict[str, Any]], options: list[str], tmp_path: Path):
-    job = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    sharded = _curve(tmp_path, "sharded", *job, "examples/rl_vllm.py", *options)
+    sharded = _curve(tmp_path, *TWO_RANKS, "examples/rl_vllm.py", *options)
     for curve in (alone, sharded):
         assert max(step["gap"] for step in curve) < _ROUNDING
     # Rounding has not yet sampled another token.
