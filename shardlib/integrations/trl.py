@@ -18,7 +18,8 @@ def vllm_rollouts(llm: Any = None, **connecting: Any) -> Callable[[list[Any], An
     """Return a `rollout_func` for TRL's `GRPOTrainer`, of which vLLM samples the answers.
 
     Before the first answers of a step, the engine is sent the weights that the trainer's model has. All that
-    `GRPOConfig` says of sampling holds, and `generation_kwargs` are further `SamplingParams`.
+    `GRPOConfig` says of sampling holds, and `generation_kwargs` are further `SamplingParams`. Prompts are texts or
+    conversations, without images.
 
     Args:
         llm: an `LLM` that was started with `weight_transfer_config={"backend": "shardlib"}` and
@@ -55,9 +56,7 @@ class _Rollouts:
             self._sent = trainer.state.global_step
             if self._llm is not None:
                 self._llm.reset_prefix_cache()
-        asked, images, _ = trainer._tokenize_prompts(prompts)
-        if images is not None:
-            raise InputError("Prompts with images were given; vllm_rollouts is for text.")
+        asked = _tokens(prompts, trainer)
         place = trainer.accelerator.process_index
         every = agree.exchange((place, asked, self._llm is not None))
         speaking = [rank for rank, (_, _, speaks) in enumerate(every) if speaks]
@@ -92,3 +91,19 @@ class _Rollouts:
             for answer, of_one in zip(found, tokens, strict=True)
         ]
         return {"completion_ids": tokens, "logprobs": logprobs}
+
+
+def _tokens(prompts: list[Any], trainer: Any) -> list[list[int]]:
+    """Return the tokens of prompts as the trainer has them: of texts, or of conversations."""
+    if isinstance(prompts[0], str):
+        return [*trainer.processing_class(text=prompts)["input_ids"]]
+    rendered = trainer.processing_class.apply_chat_template(
+        prompts,
+        tools=trainer.tools or None,
+        chat_template=trainer.chat_template,
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=True,
+        **trainer.chat_template_kwargs,
+    )
+    return [*rendered["input_ids"]]
