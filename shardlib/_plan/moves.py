@@ -17,8 +17,9 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
+from numbers import Integral
 from os import PathLike
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, get_args
 
 from shardlib._dtypes import name_of
 from shardlib._mesh_shape import MeshShape
@@ -314,9 +315,9 @@ class Moves:
         return min(ranks, key=lambda rank: (rank // self.node != target // self.node, load[rank], rank))
 
 
-def check_node(node: int) -> None:
-    if node < 1:
-        raise PlanError(f"node={node} was given; give the number of ranks that share a node, 1 or more.")
+def check_node(node: Any) -> None:
+    if not isinstance(node, int) or node < 1:
+        raise PlanError(f"node={node!r} was given; give the number of ranks that share a node, 1 or more.")
 
 
 def find_moves(
@@ -331,6 +332,12 @@ def find_moves(
     node: int = 8,
 ) -> Moves:
     """Return the moves between two plans; `Plan.moves_to` documents the arguments."""
+    if not isinstance(target, PlanTable):
+        raise PlanError(
+            f"moves_to() was given a {type(target).__name__}; give the other plan: shardlib.plan(model, mesh, rules)."
+        )
+    if phase not in get_args(Phase):
+        raise PlanError(f"moves_to(phase={phase!r}) was given; give one of {get_args(Phase)}.")
     here = laid_by(source, _ranks("source_ranks", source_ranks, source.mesh.world_size), phase)
     there = laid_by(target, _ranks("target_ranks", target_ranks, target.mesh.world_size), phase)
     return Moves(matched(here, there, names=names, padded=padded), node)
@@ -354,7 +361,8 @@ def matched(
     """
     new_name, longer = renamed(names), frozenset(padded)
     by_name: dict[str, list[Laid]] = defaultdict(list)
-    given, pairs, missing = list(source), list[Pair](), list[str]()
+    given, target, pairs, missing = list(source), list(target), list[Pair](), list[str]()
+    _check_given(names, longer, given, target)
     for laid in given:
         for new in dict.fromkeys(map(new_name, laid.names)):
             if new is not None:
@@ -368,6 +376,7 @@ def matched(
         else:
             pairs.append(Pair(_only(found, laid), laid))
             _check_shapes(pairs[-1].source, laid, longer)
+            _check_kinds(pairs[-1].source, laid)
     kept = [(laid.name, {new_name(name) for name in laid.names} - {None}) for laid in given]
     unused = [name for name, new in kept if new and not new & known]
     if missing or unused:
@@ -395,10 +404,11 @@ def _only(found: Mapping[str, Laid], target: Laid) -> Laid:
 
 
 def _ranks(what: str, given: Sequence[int] | None, count: int) -> tuple[int, ...]:
-    ranks = tuple(range(count)) if given is None else tuple(given)
-    if len(ranks) != count or len(set(ranks)) != count or min(ranks) < 0:
+    ranks = tuple(range(count)) if given is None else tuple(given) if isinstance(given, Iterable) else ()
+    whole = all(isinstance(rank, Integral) and rank >= 0 for rank in ranks)
+    if len(ranks) != count or len(set(ranks)) != count or not whole:
         raise PlanError(
-            f"moves_to({what}={list(ranks)}) was given for a mesh of {count} ranks; give {count} different ranks of "
+            f"moves_to({what}={given}) was given for a mesh of {count} ranks; give {count} different ranks of "
             "the job, in the order of the mesh."
         )
     return ranks
@@ -414,6 +424,27 @@ def _check_shapes(source: Laid, target: Laid, padded: frozenset[str]) -> None:
     )
 
 
+def _check_kinds(source: Laid, target: Laid) -> None:
+    """Refuse to turn numbers of one kind into those of another, where parts of them would be dropped."""
+    if (source.dtype.is_complex, source.dtype.is_floating_point) != (
+        target.dtype.is_complex,
+        target.dtype.is_floating_point,
+    ):
+        raise PlanError(
+            f'"{target.name}" has {name_of(source.dtype)} in the source and {name_of(target.dtype)} in the target: '
+            "numbers of another kind. Let both be floating-point, complex or integer; or leave the tensor out."
+        )
+
+
+def _check_given(names: Names | None, padded: frozenset[str], source: Iterable[Laid], target: Iterable[Laid]) -> None:
+    """Refuse names that no tensor has: a slip would be ignored."""
+    here = {name for laid in source for name in laid.names}
+    both = here | {name for laid in target for name in laid.names}
+    for what, asked, known in (("names", names if isinstance(names, Mapping) else (), here), ("padded", padded, both)):
+        if unknown := [name for name in asked if name not in known]:
+            raise PlanError(f'{what}= has "{unknown[0]}", and no tensor has this name.{nearest(unknown[0], known)}')
+
+
 def renamed(names: Names | None) -> Callable[[str], str | None]:
     """Return the function from a name to the new one that `names` describes."""
     if names is None:
@@ -421,6 +452,9 @@ def renamed(names: Names | None) -> Callable[[str], str | None]:
     if callable(names):
         return names
     if isinstance(names, Mapping):
+        strange = next((new for new in names.values() if new is not None and not isinstance(new, str)), None)
+        if strange is not None:
+            raise PlanError(f"names= maps a name to {strange!r}; give the new name, or None to leave the tensor out.")
         return lambda name: names.get(name, name)
     raise PlanError(
         f"names= was given as {type(names).__name__}; give a function from a name to the new one, or a mapping."

@@ -28,8 +28,10 @@ from shardlib.weights._lying import check_sizes, refuse_in_backward
 __all__ = ["check", "let_train", "ranks_of", "refuse_part", "replanned", "splits", "training"]
 
 
-def check(model: Any, optimizers: Iterable[Any], bucket_mb: float, node: int) -> None:
+def check(model: Any, optimizers: Iterable[Any], mesh: Any, bucket_mb: float, node: int) -> None:
     """Check the arguments of `reshard`, and that the model is between two steps."""
+    if not isinstance(mesh, DeviceMesh):  # one that a rank alone cannot make would let the others wait for it
+        MeshShape.of(mesh).resolve(dist.get_world_size() if dist.is_initialized() else 1)
     refuse_torn("reshard", model)
     if not isinstance(model, nn.Module) or not is_sharded(model):
         inner = (

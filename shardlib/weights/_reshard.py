@@ -88,8 +88,9 @@ def reshard(
     everyone = peers("sl.reshard", f"resharding {type(module).__name__}", timeout, keeps_kinds=True)
     several = isinstance(optimizer, list | tuple)
     optimizers: list[Any] = [*optimizer] if several else [] if optimizer is None else [optimizer]  # type: ignore[misc]
-    everyone.run("check arguments", lambda: check(module, optimizers, bucket_mb, node))
-    device_mesh = make_mesh(plan.mesh if isinstance(plan, Plan) else plan)
+    mesh = plan.mesh if isinstance(plan, Plan) else plan
+    everyone.run("check arguments", lambda: check(module, optimizers, mesh, bucket_mb, node))
+    device_mesh = make_mesh(mesh)
     ranks, trains = ranks_of(device_mesh), training(everyone, module)
     target = everyone.run("plan", lambda: replanned(module, plan, device_mesh, trains))
     everyone.compare(plan=_brief(target, ranks), bucket_mb=bucket_mb, node=node)

@@ -199,6 +199,15 @@ def test_names_dtypes_and_padding():
     assert max(move.target for move in table) == 2  # rows 18 to 23 are padding
 
 
+def _of_integers() -> nn.Module:
+    model = Model()
+    for module in model.modules():
+        for name, param in module._parameters.items():
+            if param is not None:
+                module._parameters[name] = nn.Parameter(param.int(), requires_grad=False)
+    return model
+
+
 @pytest.mark.parametrize(
     ("other", "options", "said"),
     [
@@ -207,11 +216,28 @@ def test_names_dtypes_and_padding():
         (Model(), {"source_ranks": [0]}, r"source_ranks=\[0\].*2 ranks; give 2 different ranks"),
         (Model(), {"target_ranks": [0, 0]}, r"target_ranks=\[0, 0\]"),
         (Model(), {"node": 0}, "node=0"),
+        (Model(), {"node": "a"}, "node='a'"),
+        (Model(), {"phase": "kept"}, "phase='kept'"),
+        (Model(), {"names": {"embed.weight": 3}}, "maps a name to 3"),
+        (
+            Model(),
+            {"names": {"embed.wait": None}},
+            r'names= has "embed.wait", and no tensor has this name.*embed.weight',
+        ),
+        (Model(), {"padded": ["embed.wait"]}, r'padded= has "embed.wait", and no tensor'),
+        (Model(), {"source_ranks": 2}, r"source_ranks=2\) was given for a mesh of 2 ranks"),
+        (Model(), {"source_ranks": [0, 1.5]}, r"source_ranks=\[0, 1.5\]"),
+        (_of_integers(), {}, "float32 in the source and int32 in the target"),
     ],
 )
 def test_plans_that_do_not_fit_are_refused(other: nn.Module, options: dict[str, Any], said: str):
     with pytest.raises(PlanError, match=said):
         sl.plan(Model(), "tp=2", RULES).moves_to(sl.plan(other, "tp=2", RULES), **options)
+
+
+def test_a_text_is_no_plan():
+    with pytest.raises(PlanError, match=r"was given a str; give the other plan"):
+        sl.plan(Model(), "tp=2", RULES).moves_to("dp=2")  # type: ignore[arg-type]
 
 
 def test_two_tensors_for_one_that_is_tied_are_refused():

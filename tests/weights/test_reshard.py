@@ -228,3 +228,18 @@ def _refused(kind: str) -> str:
 def test_what_cannot_be_is_refused_and_the_model_goes_on(kind: str, said: str):
     for told in shared_pool(2).run(_refused, kind):
         assert said in told
+
+
+def _one_cannot_read_the_mesh(mesh: str) -> str:
+    model = sl.shard_model(Model(), "tp=2", RULES)
+    with pytest.raises(ShardlibError) as caught:
+        reshard(model, mesh if dist.get_rank() else "dp=2", timeout=20)
+    assert str(sl.get_plan(model).mesh) == "tp=2"
+    reshard(model, "dp=2")
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+@pytest.mark.parametrize(("mesh", "said"), [("tp=3", "MeshError"), ("what", "MeshError"), ("tp=2", "CheckpointError")])
+def test_a_mesh_that_one_rank_alone_gives_is_refused_on_all(mesh: str, said: str):
+    for told in shared_pool(2).run(_one_cannot_read_the_mesh, mesh):
+        assert said in told

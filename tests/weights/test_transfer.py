@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardlib as sl
-from shardlib.errors import ShardlibError
+from shardlib.errors import InputError, ShardlibError
 from shardlib.testing import shared_pool
 from shardlib.weights import _transfer, transfer
 from tests.weights.cases import COLUMNS, RULES, STAGED, Shard, fsdp, made, megatron, ours, part
@@ -172,6 +172,38 @@ def _refused(kind: str) -> str:
 def test_a_transfer_in_backward_is_refused():
     for told in shared_pool(2).run(_in_backward, ""):
         assert "transfer() was called during backward of the source" in told
+
+
+class _Pair(nn.Module):
+    def __init__(self, a: torch.Tensor, b: torch.Tensor) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(a), nn.Parameter(b)
+
+
+def _sharing(kind: str) -> str:
+    memory = torch.arange(8.0)
+    source = _Pair(memory[:4], memory[4:])
+    if kind == "itself":
+        transfer(source, source)
+        return str(memory.tolist() == [*range(8)])
+    target, names = (_Pair(memory[4:], torch.zeros(4)), None) if kind == "view" else (source, {"a": "b", "b": "a"})
+    with pytest.raises(InputError) as caught:
+        transfer(source, target, names=names)
+    assert memory.tolist() == [*range(8)]
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("itself", "True"),
+        ("swap", '"a" of the target has memory of "a"'),
+        ("view", '"a" of the target has memory of "b"'),
+    ],
+)
+def test_a_target_that_shares_memory_is_itself_or_is_refused(kind: str, said: str):
+    for told in shared_pool(2).run(_sharing, kind):
+        assert said in told
 
 
 @pytest.mark.parametrize(

@@ -269,7 +269,8 @@ def _refuse_replaced(unknown: list[torch.Tensor], count: int) -> None:
         raise ShardingError(
             f"This optimizer was built before its model was sharded: {len(stale)} of its {count} parameters "
             f'(the first is "{stale[0]}") are no longer the model\'s, and stepping them would train nothing. '
-            "Build the optimizer after shard_model: torch.optim.AdamW(model.parameters())."
+            "Build the optimizer after shard_model: torch.optim.AdamW(model.parameters()). Where the model's mesh was "
+            "changed, give the optimizer to reshard(model, mesh, optimizer)."
         )
 
 
