@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
+import secrets
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -79,6 +80,7 @@ class WorkerInitInfo(WeightTransferInitInfo):
         timeout: seconds that ranks wait for each other.
         group_bytes: most bytes of tensors that are there at a time.
         node: the number of ranks that share a node.
+        connection: what tells it from other connections of the engine.
     """
 
     host: str
@@ -89,11 +91,20 @@ class WorkerInitInfo(WeightTransferInitInfo):
     timeout: float
     group_bytes: int
     node: int
+    connection: str
 
 
 @dataclass
 class WorkerUpdateInfo(WeightTransferUpdateInfo):
-    """Nothing: what is sent was agreed on."""
+    """The update: what is sent was agreed on.
+
+    Attributes:
+        connection: the connection by which it comes.
+        number: counts the updates of a connection.
+    """
+
+    connection: str
+    number: int
 
 
 class WorkerEngine(WeightTransferEngine[WorkerInitInfo, WorkerUpdateInfo]):
@@ -113,7 +124,8 @@ class WorkerEngine(WeightTransferEngine[WorkerInitInfo, WorkerUpdateInfo]):
         parallel = self.parallel_config
         rank = init_info.offset + parallel.data_parallel_index * parallel.world_size + parallel.rank
         store = _store(init_info.host, init_info.port, init_info.timeout, serve=False)
-        _meet(store, rank, init_info.size, init_info.timeout)
+        self._init_info, self._store = init_info, store
+        self._meet("connect", rank)
         self._everyone = joined_peers("sending weights to vLLM", store, rank, init_info.size, init_info.timeout)
         self._feed = Feed(
             self._everyone,
@@ -122,6 +134,9 @@ class WorkerEngine(WeightTransferEngine[WorkerInitInfo, WorkerUpdateInfo]):
             group_bytes=init_info.group_bytes,
             node=init_info.node,
         )
+
+    def _meet(self, what: str, rank: int) -> None:
+        _meet(self._store, what, rank, self._init_info.size, self._init_info.timeout)
 
     def start_weight_update(self) -> None:
         if current_platform.is_cpu():
@@ -136,6 +151,10 @@ class WorkerEngine(WeightTransferEngine[WorkerInitInfo, WorkerUpdateInfo]):
     def receive_weights(self, update_info: WorkerUpdateInfo) -> None:
         if self._everyone is None:
             raise InputError("vLLM was to take weights before it was connected: shardlib.integrations.vllm.connect().")
+        if update_info.connection != self._init_info.connection:
+            _end_reload(self.model)
+            raise InputError("this engine has been connected again since. Send by its last connection.")
+        self._meet(f"update {update_info.number}", self._everyone.rank)
         self._torn = contextlib.ExitStack()
         self._torn.enter_context(torn(self.model, "send_weights"))
         try:
@@ -257,9 +276,13 @@ class Connection(TrainerWeightTransferEngine[ConnectionInitInfo]):
             timeout=init_info.timeout,
         )
 
-    def __init__(self, model: nn.Module, feed: Feed, everyone: Peers, client: Any, calls: ThreadPoolExecutor) -> None:
+    def __init__(
+        self, model: nn.Module, feed: Feed, everyone: Peers, client: Any, name: str, store: dist.Store
+    ) -> None:
         super().__init__(client=client, is_sender=client is not None)
-        self._model, self._feed, self._everyone, self._calls = model, feed, everyone, calls
+        self._model, self._feed, self._everyone, self._name, self._store = model, feed, everyone, name, store
+        self._calls = ThreadPoolExecutor(1, "weights to vLLM")
+        self._sent = 0
 
     @property
     def moves(self) -> list[Moves]:
@@ -289,10 +312,14 @@ class Connection(TrainerWeightTransferEngine[ConnectionInitInfo]):
         job = peers("vllm.send_weights", "sending weights to vLLM", self._everyone.timeout, keeps_kinds=True)
         job.run("check arguments", self._feed.check)
         job.run("start", self.client.start_weight_update if self.client is not None else lambda: None)
+        self._sent += 1
+        update = {"connection": self._name, "number": self._sent}
         with (
             adapters_merged(self._model),
-            _beside(self._calls, self.client and self.client.update_weights, {}),
+            _beside(self._calls, self.client and self.client.update_weights, update) as answer,
         ):
+            everyone = self._everyone
+            _meet(self._store, f"update {self._sent}", everyone.rank, everyone.size, everyone.timeout, answer)
             self._feed.send()
         job.run("finish", self.client.finish_weight_update if self.client is not None else lambda: None)
 
@@ -358,10 +385,10 @@ def connect(
     def serve() -> list[Any]:
         nonlocal store
         store = _store(address, 0, job.timeout, serve=True)
-        return [address, store.port]
+        return [address, store.port, secrets.token_hex(8)]
 
     address = host or _host()
-    host, port = job.first("open a store", serve)
+    host, port, name = job.first("open a store", serve)
     if store is None:
         store = _store(host, port, job.timeout, serve=False)
     information = {
@@ -373,10 +400,13 @@ def connect(
         "timeout": job.timeout,
         "group_bytes": int(group_mb * 2**20),
         "node": node,
+        "connection": name,
     }
-    calls = ThreadPoolExecutor(1, "weights to vLLM")
-    with _beside(calls, speaking and speaking.init_weight_transfer_engine, information) as answer:
-        _meet(store, job.rank, size, job.timeout, answer)
+    with (
+        ThreadPoolExecutor(1, "connecting to vLLM") as calls,
+        _beside(calls, speaking and speaking.init_weight_transfer_engine, information) as answer,
+    ):
+        _meet(store, "connect", job.rank, size, job.timeout, answer)
         everyone = joined_peers("sending weights to vLLM", store, job.rank, size, job.timeout)
         feed = Feed(
             everyone,
@@ -386,7 +416,7 @@ def connect(
             group_bytes=int(group_mb * 2**20),
             node=node,
         )
-    return Connection(model, feed, everyone, speaking, calls)
+    return Connection(model, feed, everyone, speaking, name, store)
 
 
 def _names(model: nn.Module, names: Names | None) -> Names | Literal["huggingface"] | None:
@@ -423,29 +453,32 @@ def _store(host: str, port: int, timeout: float, *, serve: bool) -> dist.TCPStor
     )
 
 
-def _meet(store: dist.Store, rank: int, size: int, timeout: float, answer: Future[None] | None = None) -> None:
-    """Wait until all ranks have come to the store, or one tells that its engine refuses.
+def _meet(
+    store: dist.Store, what: str, rank: int, size: int, timeout: float, answer: Future[None] | None = None
+) -> None:
+    """Wait until all ranks have come to something in the store, or one tells that its engine refuses.
 
     Raises:
         InputError: an engine refused; on all ranks.
         CheckpointError: some did not come in time.
     """
-    store.set(f"here/{rank}", "")
+    store.set(f"{what}/{rank}", "")
     until = time.monotonic() + timeout
-    while not store.check([f"here/{each}" for each in range(size)]):
+    while not store.check([f"{what}/{each}" for each in range(size)]):
         if answer is not None and answer.done() and (error := answer.exception()) is not None:
-            store.set("refused", f"{type(error).__name__}: {error}")
-        if store.check(["refused"]):
+            store.set(f"{what}/refused", f"{type(error).__name__}: {error}")
+        if store.check([f"{what}/refused"]):
+            said = store.get(f"{what}/refused").decode().removesuffix(".")
             raise InputError(
-                f"vLLM did not connect: {store.get('refused').decode()}. Start the engine with "
+                f"vLLM did not {what}: {said}. An engine that takes weights runs, and was started with "
                 'weight_transfer_config={"backend": "shardlib"}, where shardlib is installed.'
             )
         if time.monotonic() > until:
-            missing = [each for each in range(size) if not store.check([f"here/{each}"])]
+            missing = [each for each in range(size) if not store.check([f"{what}/{each}"])]
             raise CheckpointError(
-                f"Connecting to vLLM failed: of {size} ranks and workers, {missing} did not come within {timeout:g} s."
+                f"vLLM did not {what}: of {size} ranks and workers, {missing} did not come within {timeout:g} s."
             )
-        time.sleep(0.02)
+        time.sleep(0.005)
 
 
 def _host() -> str:

@@ -111,6 +111,18 @@ def test_no_engine_and_no_model():
         connect("llama", None)
 
 
+def test_an_engine_that_was_connected_again(llm: Any):
+    model = _doubled(model_of("llama"))
+    first = connect(model, llm)
+    first.send_weights()
+    second = connect(model, llm)
+    with pytest.raises(InputError, match=r"did not update 2: .*has been connected again since"):
+        first.send_weights()
+    second.send_weights()
+    assert compare(llm, model) < 2e-4
+    second.shutdown()
+
+
 def test_by_the_factory_of_vllm(llm: Any):
     model = _doubled(model_of("llama"))
     info = ConnectionInitInfo(rank=0, model=model)
@@ -127,7 +139,7 @@ def test_an_engine_that_was_not_asked_to_take_weights(tmp_path: Path):
         def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
             raise RuntimeError("Weight transfer not configured.")
 
-    with pytest.raises(InputError, match=r"Weight transfer not configured\..* Start the engine with weight_transfer"):
+    with pytest.raises(InputError, match=r"Weight transfer not configured\..* was started with weight_transfer"):
         connect(model_of("llama"), Client(), workers=1, timeout=30)
     with pytest.raises(InputError, match="which does not tell them"):
         connect(model_of("llama"), Client(), timeout=30)
