@@ -74,7 +74,7 @@ def _cluster(options: argparse.Namespace, device: torch.device, node: int, figur
     threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" and node == 1 else ""
     return Cluster(
         name=options.name,
-        description=f"calibrated: {node} of {where} a node{threads}, torch {torch.__version__}",
+        description=f"{node} of {where} a node{threads}, torch {torch.__version__}",
         devices=node,
         memory=_memory(device, node),
         source=SOURCE,
