@@ -10,7 +10,7 @@ from . import (
 )
 from ._mesh import mesh as mesh
 from ._mesh_shape import MeshShape as MeshShape
-from ._plan import Plan as Plan
+from ._plan import Cluster as Cluster, Plan as Plan
 from .checkpoint import (
     Checkpoints as Checkpoints,
     load as load,

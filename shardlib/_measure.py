@@ -12,7 +12,7 @@ import torch
 
 from shardlib.errors import LaunchError
 
-__all__ = ["peak_bytes", "process_peak_bytes", "summary_writer", "timed"]
+__all__ = ["await_device", "peak_bytes", "process_peak_bytes", "summary_writer", "timed"]
 
 T = TypeVar("T")
 
@@ -21,16 +21,17 @@ def timed(
     forward: Callable[[], T], tensors_in: Callable[[T], Iterable[torch.Tensor]], device: torch.device
 ) -> tuple[float, T]:
     """Return the seconds of a forward and its backward on a device, and the output of forward."""
-    _await(device)
+    await_device(device)
     start = time.perf_counter()
     output = forward()
     made = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
     torch.autograd.backward(made, [torch.zeros_like(tensor) for tensor in made])
-    _await(device)
+    await_device(device)
     return time.perf_counter() - start, output
 
 
-def _await(device: torch.device) -> None:
+def await_device(device: torch.device) -> None:
+    """Wait until a device has done all that it was given."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 

@@ -22,6 +22,7 @@ def main() -> None:
     assert metadata.version("shardlib") == sl.__version__
     assert resources.files("shardlib").joinpath("py.typed").is_file()
     assert "llama" in sl.layouts.available()
+    assert "h100" in sl.Cluster.presets()
 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))

@@ -43,6 +43,7 @@ _HERE = (
     "prove",
     "audit",
     "doctor",
+    "calibrate",
 )  # on this process, and the ranks that it has
 _RANKS = 4  # that a line has at most
 _EXITS = re.compile(r"#.*exit code (\d+)")

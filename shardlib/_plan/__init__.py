@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from shardlib._plan.buckets import Bucket, Unit, gradient_buckets, units_of, unshard_buckets, update_buckets
+from shardlib._plan.cluster import Cluster
 from shardlib._plan.experts import expert_axis, expert_rows, stacked_experts
+from shardlib._plan.links import KINDS, ByKind, Link, Rate, ring_steps
 from shardlib._plan.make import RulesLike, Transform, as_rules, make_plan, say_absent_axes, transformed
 from shardlib._plan.memory import Blocks, Memory
 from shardlib._plan.movements import (
@@ -14,18 +16,22 @@ from shardlib._plan.movements import (
     movements_of,
     state_update,
 )
-from shardlib._plan.report import DryRun, Gathered, Recorded, StageRun
+from shardlib._plan.report import DryRun, Gathered, Recorded, StageRun, ring_bytes
 from shardlib._plan.rows import PHASES, Phase, Row, rows_by_name
 from shardlib._plan.step import LossScale, Step
 from shardlib._plan.units import join_small, unit_of
 from shardlib._plan.value import Plan
 
 __all__ = [
+    "KINDS",
     "PHASES",
     "Blocks",
     "Bucket",
+    "ByKind",
+    "Cluster",
     "DryRun",
     "Gathered",
+    "Link",
     "LossScale",
     "Memory",
     "Movement",
@@ -33,6 +39,7 @@ __all__ = [
     "Phase",
     "Plan",
     "Purpose",
+    "Rate",
     "Recorded",
     "Row",
     "RulesLike",
@@ -48,6 +55,8 @@ __all__ = [
     "join_small",
     "make_plan",
     "movements_of",
+    "ring_bytes",
+    "ring_steps",
     "rows_by_name",
     "say_absent_axes",
     "stacked_experts",

@@ -1,7 +1,7 @@
 """`shardlib init | check | plan | explain | prove | census`: layout files, plans, proofs; `run` starts ranks.
 
-`audit` compares with one device what something else has sharded. Plans need neither processes nor values. `migrate`
-rewrites scripts for other libraries.
+`audit` compares with one device what something else has sharded. Plans need neither processes nor values. `calibrate`
+measures a machine. `migrate` rewrites scripts for other libraries.
 
 Exit codes: 0 fine, 1 the layout does not do what was asked of it, or a script has lines left to rewrite, 2 what was
 typed names nothing. `run` ends as the first host that fails does.
@@ -19,7 +19,7 @@ from contextlib import suppress
 from typing import Any, Literal
 
 from shardlib.cli import census, run
-from shardlib.cli.usage import FORMS, UsageError, version
+from shardlib.cli.usage import FORMS, UsageError, positive, version
 from shardlib.errors import MeshError, ShardlibError
 
 __all__ = ["main"]
@@ -84,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
 
         shtab.add_argument_to(parser, "--print-completion", help="print the completion script of a shell")
     subparsers = parser.add_subparsers(
-        required=True, metavar="{init,check,plan,explain,prove,audit,census,run,migrate,doctor}"
+        required=True, metavar="{init,check,plan,explain,prove,audit,census,run,calibrate,migrate,doctor}"
     )
     _add_plan(_command(subparsers, "plan", "show the layout of every tensor of a model on a mesh"))
     _add_check(_command(subparsers, "check", "check whether a layout file fits a model, or a function of JAX", "?"))
@@ -94,6 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_init(_command(subparsers, "init", "write a first layout file for a model"))
     _add_census(subparsers)
     _add_run(subparsers)
+    _add_calibrate(subparsers)
     _add_migrate(subparsers)
     _add_doctor(subparsers)
     return parser
@@ -193,6 +194,18 @@ def _add_run(subparsers: Any) -> None:
     parser = subparsers.add_parser("run", help=summary, description=summary, allow_abbrev=False)
     run.add_options(parser)
     parser.set_defaults(run="run.run", json=False)
+
+
+def _add_calibrate(subparsers: Any) -> None:
+    summary = "measure this machine, and write what was measured as a cluster file"
+    parser = subparsers.add_parser("calibrate", help=summary, description=f"{summary}; on accelerators under torchrun")
+    parser.add_argument("--ranks", type=positive, default=2, metavar="N", help="CPU ranks over gloo (default 2)")
+    parser.add_argument("--quick", action="store_true", help="few and small sizes: seconds, and rough figures")
+    parser.add_argument("--name", default="calibrated", help='the name of the cluster (default "calibrated")')
+    parser.add_argument("-o", "--output", metavar="FILE", help="where to write (default: to the terminal)")
+    parser.add_argument("--force", action="store_true", help="replace a file that is there")
+    parser.add_argument("--json", action="store_true", help="print JSON, errors too")
+    parser.set_defaults(run="calibrate.calibrate")
 
 
 def _add_doctor(subparsers: Any) -> None:

@@ -18,7 +18,7 @@ from shardlib._mesh_shape import MeshShape
 from shardlib._plan import Plan
 from shardlib._plan.text import plain
 from shardlib.cli import environment, inputs
-from shardlib.cli.files import loaded_layout, saved_plan
+from shardlib.cli.files import loaded_layout, saved_plan, write_new
 from shardlib.cli.models import load_model
 from shardlib.cli.usage import UsageError
 from shardlib.engine import dryrun
@@ -113,7 +113,7 @@ def init(options: argparse.Namespace) -> int:
     suggested = rules.suggest(load_model(options.model))
     text = suggested.to_toml()
     if options.output:
-        _write_new(Path(options.output), text, force=options.force)
+        write_new(Path(options.output), text, force=options.force)
     if options.json:
         print(json.dumps({"file": options.output, "toml": text, "notes": dict(suggested.notes)}, indent=2))
     elif options.output:
@@ -157,16 +157,6 @@ def _show(made: Plan, *, fold: bool) -> None:
         console.print(made.table(fold=fold))
     else:
         print(plain(made, fold=fold))
-
-
-def _write_new(path: Path, text: str, *, force: bool) -> None:
-    try:
-        with path.open("w" if force else "x", encoding="utf-8") as file:
-            file.write(text)
-    except FileExistsError as error:
-        raise UsageError(f'"{path}" is there already. Give another -o, or --force to replace it.') from error
-    except OSError as error:
-        raise UsageError(f'"{path}" cannot be written: {error.strerror}.') from error
 
 
 def _next(options: argparse.Namespace) -> list[str]:

@@ -1,4 +1,4 @@
-"""Files that commands read: layouts, and plans and reports that an earlier run wrote."""
+"""Files that commands read, layouts, plans and reports that an earlier run wrote, and files that they write."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardlib.cli.usage import UsageError
 from shardlib.errors import nearest
 from shardlib.rules import Rules
 
-__all__ = ["loaded_layout", "read_text", "saved_plan"]
+__all__ = ["loaded_layout", "read_text", "saved_plan", "write_new"]
 
 
 def loaded_layout(options: argparse.Namespace) -> Rules:
@@ -38,3 +38,14 @@ def read_text(path: str, what: str) -> str:
         return Path(path).read_text(encoding="utf-8")
     except OSError as error:
         raise UsageError(f'The {what} "{path}" cannot be read: {error.strerror}.') from error
+
+
+def write_new(path: Path, text: str, *, force: bool) -> None:
+    """Write a file; one that is there already is replaced only with `force`."""
+    try:
+        with path.open("w" if force else "x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError as error:
+        raise UsageError(f'"{path}" is there already. Give another -o, or --force to replace it.') from error
+    except OSError as error:
+        raise UsageError(f'"{path}" cannot be written: {error.strerror}.') from error

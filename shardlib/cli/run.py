@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from shardlib.cli import hosts
-from shardlib.cli.usage import UsageError
+from shardlib.cli.usage import UsageError, positive
 
 __all__ = ["add_options", "run"]
 
@@ -27,12 +27,12 @@ _OURS = {
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `shardlib run`; the script's own arguments follow the script."""
     processes = "processes on each host (default: one for each accelerator, else 1)"
-    parser.add_argument("--nproc_per_node", "--nproc-per-node", type=_positive, metavar="N", help=processes)
+    parser.add_argument("--nproc_per_node", "--nproc-per-node", type=positive, metavar="N", help=processes)
     parser.add_argument("--host", metavar="A,B", help="run on these hosts, over ssh; one named twice is two nodes")
     parser.add_argument("--hostfile", metavar="FILE", help="run on the hosts in this file, one on each line")
     parser.add_argument("--include", metavar="A,B", help="of the hostfile, only these")
     parser.add_argument("--exclude", metavar="A,B", help="of the hostfile, all but these")
-    parser.add_argument("--num_nodes", type=_positive, metavar="N", help="only the first N hosts")
+    parser.add_argument("--num_nodes", type=positive, metavar="N", help="only the first N hosts")
     parser.add_argument("--master_addr", metavar="ADDRESS", help="where ranks meet (default: the first host)")
     parser.add_argument("--master_port", type=_port, metavar="PORT", help=f"and on which port (default {_PORT})")
     more = "options of torchrun, as in tee=3,log_dir=logs"
@@ -94,12 +94,6 @@ def _extra(text: str) -> list[str]:
             raise UsageError(f'--extra_launch_args names "{name}"; {ours} says it here.')
         made.append(f"--{name}{equals}{value}")
     return made
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f'"{text}" is not a number of 1 or more')
-    return int(text)
 
 
 def _port(text: str) -> int:

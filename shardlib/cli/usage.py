@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 
 from shardlib.errors import ShardlibError
 
-__all__ = ["FORMS", "MISSING", "UsageError", "cause_of", "version"]
+__all__ = ["FORMS", "MISSING", "UsageError", "cause_of", "positive", "version"]
 
 FORMS = (
     "module:factory, file.py:factory or package.module.Class (called without arguments), a Hugging Face folder or "
@@ -17,6 +18,13 @@ MISSING = "not installed"
 
 class UsageError(ShardlibError):
     """The command line names something that is not there."""
+
+
+def positive(text: str) -> int:
+    """Read an option that is a number of 1 or more."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f'"{text}" is not a number of 1 or more')
+    return int(text)
 
 
 def version(package: str) -> str:

@@ -14,13 +14,12 @@ stages = "embed | head"         stages of a pipeline, or "balanced(params)", "ba
 
 from __future__ import annotations
 
-import json
-import re
-import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from shardlib._mesh_shape import listed
+from shardlib._toml import is_path, parsed, read_file, toml_key, toml_text
 from shardlib.errors import RuleError, nearest
 from shardlib.rules._rule_set import RuleSet
 from shardlib.rules._values import Cut, PerAxis, Placed, Role, Text, Value, read_value, spelled_placement
@@ -32,7 +31,7 @@ _PLAIN = {"description": str, "models": list, "axis": str, "stages": str, "unmat
 _PLAIN |= {"optional": list, "override": list}
 _IN_MODES = {"axes": "axes", "sizes": "sizes", "params": "rules", "activations": "activations"}
 _SECTIONS = _IN_MODES | {"modes": "modes"}
-_BARE = re.compile(r"[A-Za-z0-9_-]+")
+_ADVICE = 'Texts stand in double quotes, and so do keys with dots, as in "attn.qkv" = "(qkv heads@tp head)".'
 
 
 def read(source: str | Path) -> tuple[str, dict[str, Any]]:
@@ -45,11 +44,8 @@ def read(source: str | Path) -> tuple[str, dict[str, Any]]:
     ('rules given as text', {'axis': 'tp', 'rules': {'up': 'colwise'}})
     """
     where, text = _opened(source)
-    try:
-        parsed = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as fault:
-        raise RuleError(_invalid(where, text, fault)) from None
-    arguments = {_SECTIONS.get(key, key): _checked(where, key, given) for key, given in parsed.items()}
+    sections = parsed(where, text, _ADVICE, RuleError)
+    arguments = {_SECTIONS.get(key, key): _checked(where, key, given) for key, given in sections.items()}
     if modes := arguments.get("modes"):
         arguments["modes"] = {name: _mode(where, name, given) for name, given in modes.items()}
     return where, arguments
@@ -59,17 +55,17 @@ def write(rules: RuleSet) -> str:
     """Write rules as a layout file; reading it gives equal rules. Notes become comments."""
     head = [f"{key} = {_value(given)}" for key, given in _plain_values(rules)]
     sections = [
-        ("axes", [f"{_key(name)} = {_value(given)}" for name, given in rules.axes.items()]),
-        ("sizes", [f"{_key(name)} = {_value(given)}" for name, given in rules.sizes.items()]),
+        ("axes", [f"{toml_key(name)} = {_value(given)}" for name, given in rules.axes.items()]),
+        ("sizes", [f"{toml_key(name)} = {_value(given)}" for name, given in rules.sizes.items()]),
         ("params", _entries(rules.rules, rules.notes)),
         ("activations", _entries(rules.activations, rules.notes)),
     ]
     for name, mode in rules.modes.items():
         sections.append(
-            (f"modes.{_key(name)}", [f"optional = {_value(mode['optional'])}"] if "optional" in mode else [])
+            (f"modes.{toml_key(name)}", [f"optional = {_value(mode['optional'])}"] if "optional" in mode else [])
         )
         sections += [
-            (f"modes.{_key(name)}.{section}", _of_mode(field, mode.get(field, {})))
+            (f"modes.{toml_key(name)}.{section}", _of_mode(field, mode.get(field, {})))
             for section, field in _IN_MODES.items()
         ]
     blocks = ["\n".join(head), *("\n".join([f"[{name}]", *lines]) for name, lines in sections if lines)]
@@ -80,47 +76,27 @@ def _mode(where: str, name: str, given: Any) -> dict[str, Any]:
     known = (*_IN_MODES, "optional")
     if not isinstance(given, dict):
         raise RuleError(
-            f'{where}: mode "{name}" is {given!r}; write its sections, such as [modes.{_key(name)}.activations].'
+            f'{where}: mode "{name}" is {given!r}; write its sections, such as [modes.{toml_key(name)}.activations].'
         )
     for key in given:
         if key not in known:
             raise RuleError(
-                f'{where}: "{key}" is not a section of a mode, which may have {_listed(known)}.{nearest(key, known)}'
+                f'{where}: "{key}" is not a section of a mode, which may have {listed(known)}.{nearest(key, known)}'
             )
     return {_IN_MODES.get(key, "optional"): section for key, section in given.items()}
 
 
 def _opened(source: str | Path) -> tuple[str, str]:
-    if isinstance(source, str) and ("\n" in source or not source.endswith(".toml")):
-        return "rules given as text", source
-    path = Path(source)
-    try:
-        return str(path), path.read_text(encoding="utf-8")
-    except OSError as fault:
-        raise RuleError(
-            f'Rules cannot be read from "{path}": {fault.strerror}. Give the path of a TOML file.'
-        ) from None
-    except UnicodeDecodeError:
-        raise RuleError(f'"{path}" is not UTF-8 text, as TOML must be. Save it in that encoding.') from None
-
-
-def _invalid(where: str, text: str, fault: tomllib.TOMLDecodeError) -> str:
-    at = re.search(r"line (\d+)", str(fault))
-    lines = text.splitlines()
-    number = int(at[1]) if at else len(lines)
-    line = lines[number - 1].strip() if 0 < number <= len(lines) else ""
-    fact = re.sub(r" \(at .*\)$", "", str(fault))
-    return (
-        f"{where}, line {number}: this is not valid TOML: {fact}. The line is `{line}`. Texts stand in double quotes, "
-        'and so do keys with dots, as in "attn.qkv" = "(qkv heads@tp head)".'
-    )
+    if not is_path(source):
+        return "rules given as text", str(source)
+    return str(source), read_file(Path(source), "Rules", RuleError)
 
 
 def _checked(where: str, key: str, given: Any) -> Any:
     known = (*_PLAIN, *_SECTIONS)
     if key not in known:
         raise RuleError(
-            f'{where}: "{key}" is not a key of a layout file, which may have {_listed(known)}. Correct it, or move it '
+            f'{where}: "{key}" is not a key of a layout file, which may have {listed(known)}. Correct it, or move it '
             f"into [params] if it is a pattern.{nearest(key, known)}"
         )
     wanted = _PLAIN.get(key, dict)
@@ -143,51 +119,38 @@ def _entries(rules: Mapping[str, Value], notes: Mapping[str, str]) -> list[str]:
     lines = []
     for key, value in rules.items():
         lines += [f"# {_printable(line)}" for line in notes.get(key, "").splitlines()]
-        lines.append(f"{_key(key)} = {_rule(value)}")
+        lines.append(f"{toml_key(key)} = {_rule(value)}")
     return lines
 
 
 def _of_mode(field: str, section: Mapping[str, Any]) -> list[str]:
     if field in ("axes", "sizes"):
-        return [f"{_key(name)} = {_value(given)}" for name, given in section.items()]
+        return [f"{toml_key(name)} = {_value(given)}" for name, given in section.items()]
     return _entries({key: read_value(key, given) for key, given in section.items()}, {})
 
 
 def _rule(value: Value) -> str:
     match value:
         case Role(text) | Text(text):
-            return _text(text)
+            return toml_text(text)
         case Placed(((None, placement),)):
             return _placement(placement)
         case Placed(by_axis):
-            return "{ " + ", ".join(f"{_key(str(axis))} = {_placement(each)}" for axis, each in by_axis) + " }"
+            return "{ " + ", ".join(f"{toml_key(str(axis))} = {_placement(each)}" for axis, each in by_axis) + " }"
         case PerAxis(placements):
             return f"[{', '.join(map(_placement, placements))}]"
 
 
 def _placement(cut: Cut | None) -> str:
-    return _text(spelled_placement(cut))
+    return toml_text(spelled_placement(cut))
 
 
 def _value(given: Any) -> str:
     if isinstance(given, int):
         return str(given)
-    return _text(given) if isinstance(given, str) else f"[{', '.join(map(_text, given))}]"
-
-
-def _key(name: str) -> str:
-    return name if _BARE.fullmatch(name) else _text(name)
+    return toml_text(given) if isinstance(given, str) else f"[{', '.join(map(toml_text, given))}]"
 
 
 def _printable(line: str) -> str:
     # TOML allows no control characters in comments.
     return "".join(char if char.isprintable() else " " for char in line).rstrip()
-
-
-def _text(text: str) -> str:
-    # A JSON string is a TOML basic string, but for DEL, which TOML wants escaped.
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(f'"{name}"' for name in names)

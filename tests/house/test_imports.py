@@ -22,7 +22,7 @@ from tests.house import source
 # Lower rooms first; a module may import from its own room and from lower ones. `jax` stands beside the engine and
 # below only what is on top; what chooses between the two engines imports it, when it is asked for.
 ROOMS = [
-    ("errors", "_again", "_dtypes", "_log", "_measure", "_progress", "_renamed", "_store", "_supported"),
+    ("errors", "_again", "_dtypes", "_log", "_measure", "_progress", "_renamed", "_store", "_supported", "_toml"),
     ("_mesh_shape",),
     ("_mesh", "_same_mesh"),
     ("layout",),
