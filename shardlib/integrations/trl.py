@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -18,8 +19,8 @@ def vllm_rollouts(llm: Any = None, **connecting: Any) -> Callable[[list[Any], An
     """Return a `rollout_func` for TRL's `GRPOTrainer`, of which vLLM samples the answers.
 
     Before the first answers of a step, the engine is sent the weights that the trainer's model has. All that
-    `GRPOConfig` says of sampling holds, and `generation_kwargs` are further `SamplingParams`. Prompts are texts or
-    conversations, without images.
+    `GRPOConfig` says of sampling holds, and `generation_kwargs` are further `SamplingParams`. Each answer is drawn with
+    a seed of its own, which follows from that of the config. Prompts are texts or conversations, without images.
 
     Args:
         llm: an `LLM` that was started with `weight_transfer_config={"backend": "shardlib"}` and
@@ -46,6 +47,7 @@ class _Rollouts:
         self._llm, self._connecting = llm, connecting
         self._connection: Connection | None = None
         self._sent = -1  # the step whose weights the engine has
+        self._calls = 0
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
         """Answer the prompts of this data rank. Collective over the job."""
@@ -62,27 +64,27 @@ class _Rollouts:
         speaking = [rank for rank, (_, _, speaks) in enumerate(every) if speaks]
         if len(speaking) != 1:
             raise InputError(f"vllm_rollouts(llm) was given an engine on ranks {speaking}; give it on one.")
-        of_places = {number: rows for number, rows, _ in every}
-        answers = None
-        if self._llm is not None:
-            answers = {number: self._sample(rows, trainer) for number, rows in sorted(of_places.items())}
+        self._calls += 1
+        of_places = sorted({number: rows for number, rows, _ in every}.items())
+        answers = None if self._llm is None else [self._sample(number, rows, trainer) for number, rows in of_places]
         return {"prompt_ids": asked, **agree.exchange(answers)[speaking[0]][place]}
 
-    def _sample(self, prompts: list[list[int]], trainer: Any) -> dict[str, Any]:
-        sampling = SamplingParams(
-            **{
-                "temperature": trainer.temperature,
-                "top_p": trainer.top_p,
-                "top_k": trainer.top_k,
-                "min_p": trainer.min_p or 0.0,
-                "repetition_penalty": trainer.repetition_penalty,
-                "max_tokens": trainer.max_completion_length,
-                "stop_token_ids": trainer.eos_token_ids,
-                "logprobs": 0,
-                "detokenize": False,
-                **(trainer.args.generation_kwargs or {}),
-            }
-        )
+    def _sample(self, place: int, prompts: list[list[int]], trainer: Any) -> dict[str, Any]:
+        first = place * len(prompts)  # each row of the global batch has a seed of its own, on any mesh
+        seeds = [random.Random(f"{trainer.args.seed} {self._calls} {first + row}") for row in range(len(prompts))]
+        how = {
+            "temperature": trainer.temperature,
+            "top_p": trainer.top_p,
+            "top_k": trainer.top_k,
+            "min_p": trainer.min_p or 0.0,
+            "repetition_penalty": trainer.repetition_penalty,
+            "max_tokens": trainer.max_completion_length,
+            "stop_token_ids": trainer.eos_token_ids,
+            "logprobs": 0,
+            "detokenize": False,
+            **(trainer.args.generation_kwargs or {}),
+        }
+        sampling = [SamplingParams(**{"seed": seed.getrandbits(31), **how}) for seed in seeds]
         rows = [{"prompt_token_ids": row} for row in prompts]
         found = [answer.outputs[0] for answer in self._llm.generate(rows, sampling, use_tqdm=False)]
         tokens = [[*answer.token_ids] for answer in found]
