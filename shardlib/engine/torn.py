@@ -43,8 +43,12 @@ def torn(model: nn.Module | None, by: str) -> Iterator[None]:
 
 def mend(model: nn.Module) -> None:
     """Let a model that has got all of its weights compute again."""
-    if (mark := _TORN.pop(_torch.without_compiled_wrapper(model), None)) is not None:
+    model = _torch.without_compiled_wrapper(model)
+    if (mark := _TORN.pop(model, None)) is not None:
         mark[1].remove()
+    for number, hook in [*model._forward_pre_hooks.items()]:
+        if hook is _refuse_forward:  # of a copy
+            del model._forward_pre_hooks[number]
 
 
 def refuse_torn(call: str, model: Any, *, unless: str = "") -> None:
@@ -58,7 +62,15 @@ def refuse_torn(call: str, model: Any, *, unless: str = "") -> None:
     Raises:
         ShardingError: the model is torn.
     """
-    mark = _TORN.get(_torch.without_compiled_wrapper(model)) if isinstance(model, nn.Module) else None
+    if not isinstance(model, nn.Module):
+        return
+    model = _torch.without_compiled_wrapper(model)
+    mark = _TORN.get(model)
+    if mark is None and unless != "transfer" and _refuse_forward in model._forward_pre_hooks.values():
+        raise ShardingError(
+            f"{call}() was given a {type(model).__name__} that is a copy of one that had a part of its weights. Copy a "
+            "model that has all, or transfer into this one."
+        )
     if mark is not None and mark[0] != unless:
         raise ShardingError(
             f"{call}() was given a {type(model).__name__} that has a part of the weights that it was to get: "
@@ -68,6 +80,3 @@ def refuse_torn(call: str, model: Any, *, unless: str = "") -> None:
 
 def _refuse_forward(model: nn.Module, _args: Any) -> None:
     refuse_torn("forward", model)
-    raise ShardingError(
-        f"This {type(model).__name__} is a copy of one that had a part of its weights. Copy a model that has all."
-    )

@@ -52,7 +52,7 @@ from shardlib.weights._views import Read, reads_of
 __all__ = ["Connection", "ModelWeights", "connect", "register"]
 
 BACKEND = "shardlib"
-_SETTLING = 30.0  # seconds for an engine to end a call after the ranks that it met have failed
+_SETTLING = 10.0  # seconds for an engine to end a call after the ranks that it met have failed
 
 
 def register() -> None:
@@ -318,10 +318,13 @@ class Connection(TrainerWeightTransferEngine[ConnectionInitInfo]):
             adapters_merged(self._model),
             _beside(self._calls, self.client and self.client.update_weights, update) as answer,
         ):
-            everyone = self._everyone
-            _meet(self._store, f"update {self._sent}", everyone.rank, everyone.size, everyone.timeout, answer)
+            job.run("meet the engine", lambda: self._meet(answer))
             self._feed.send()
         job.run("finish", self.client.finish_weight_update if self.client is not None else lambda: None)
+
+    def _meet(self, answer: Future[None] | None) -> None:
+        everyone = self._everyone
+        _meet(self._store, f"update {self._sent}", everyone.rank, everyone.size, everyone.timeout, answer)
 
     def shutdown(self) -> None:
         """Close the connections; the engines go on to serve."""
@@ -406,7 +409,7 @@ def connect(
         ThreadPoolExecutor(1, "connecting to vLLM") as calls,
         _beside(calls, speaking and speaking.init_weight_transfer_engine, information) as answer,
     ):
-        _meet(store, "connect", job.rank, size, job.timeout, answer)
+        job.run("meet the engine", lambda: _meet(store, "connect", job.rank, size, job.timeout, answer))
         everyone = joined_peers("sending weights to vLLM", store, job.rank, size, job.timeout)
         feed = Feed(
             everyone,

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from shardlib._plan.moves import Names, renamed
 from shardlib.engine._torch import local_of
-from shardlib.errors import InputError
+from shardlib.errors import InputError, PlanError
 
 __all__ = ["Convert", "adapters_merged", "is_of_transformers", "saved_names"]
 
@@ -34,8 +34,7 @@ def saved_names(model: nn.Module, names: Names | str | None) -> Convert:
         InputError: "huggingface", and the model is none of transformers.
     """
     if not isinstance(names, str):
-        new = renamed(names)
-        return lambda tensors: {name: tensor for old, tensor in tensors.items() if (name := new(old)) is not None}
+        return partial(_renamed, renamed(names))
     if names != "huggingface" or not is_of_transformers(model):
         raise InputError(
             f'names="{names}" was given for a {type(model).__name__}; "huggingface" is for models of transformers. '
@@ -47,6 +46,19 @@ def saved_names(model: nn.Module, names: Names | str | None) -> Convert:
     tuner: Any = getattr(model, "base_model", None)
     named = saved_names(model, None if base is model else partial(_name_without_adapters, tuner.prefix))
     return lambda tensors: revert_weight_conversion(base, {**named(tensors)})  # type: ignore[arg-type]
+
+
+def _renamed(new: Callable[[str], str | None], tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for old, tensor in tensors.items():
+        if (name := new(old)) is None:
+            continue
+        if name in found:
+            raise PlanError(
+                f'names= gives two tensors the name "{name}", "{old}" and one before it. Leave one out: None.'
+            )
+        found[name] = tensor
+    return found
 
 
 def is_of_transformers(model: nn.Module) -> bool:

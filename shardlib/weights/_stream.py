@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -62,8 +62,8 @@ def stream_weights(
         {'weight': (8, 4), 'bias': (8,)}
     """
     everyone = peers("sl.stream_weights", "streaming weights", timeout, keeps_kinds=True)
-    to = tuple(range(everyone.size)) if ranks is None else tuple(ranks)
-    everyone.run("check arguments", lambda: _check(model, to, everyone.size, group_mb, node))
+    to = tuple(range(everyone.size)) if ranks is None else tuple(ranks) if isinstance(ranks, Iterable) else (ranks,)
+    everyone.run("check arguments", lambda: _check(model, to, dtype, everyone.size, group_mb, node))
     everyone.compare(ranks=to, dtype=dtype, group_mb=group_mb, node=node)
     items, sources, wanted = _look(everyone, model, names, dtype, to)
     limit = int(group_mb * 2**20)
@@ -100,9 +100,11 @@ def _look(
     return items, sources, wanted
 
 
-def _check(model: nn.Module, ranks: Sequence[int], size: int, group_mb: float, node: int) -> None:
+def _check(model: nn.Module, ranks: Sequence[int], dtype: Any, size: int, group_mb: float, node: int) -> None:
     if not isinstance(model, nn.Module):
         raise InputError(f"stream_weights() was given a {type(model).__name__}; give a module.")
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise InputError(f"stream_weights(dtype={dtype!r}) was given; give a floating-point dtype, as torch.bfloat16.")
     if strange := [rank for rank in ranks if not 0 <= rank < size]:
         raise InputError(
             f"stream_weights(ranks={list(ranks)}) was given in a job of {size}; it has no rank {strange[0]}."

@@ -54,7 +54,13 @@ def _refused(options: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize(
     ("options", "said"),
-    [({"ranks": [2]}, "it has no rank 2"), ({"group_mb": 0}, "group_mb=0"), ({"ranks": [-1]}, "no rank -1")],
+    [
+        ({"dtype": int}, "dtype=<class 'int'>"),
+        ({"names": lambda name: "a"}, 'names= gives two tensors the name "a"'),
+        ({"ranks": [2]}, "it has no rank 2"),
+        ({"group_mb": 0}, "group_mb=0"),
+        ({"ranks": [-1]}, "no rank -1"),
+    ],
 )
 def test_what_does_not_fit_is_refused(options: dict[str, Any], said: str):
     for told in shared_pool(2).run(_refused, options):

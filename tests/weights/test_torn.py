@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 import shardlib as sl
-from shardlib.errors import ShardlibError
+from shardlib.engine.torn import torn
+from shardlib.errors import ShardingError, ShardlibError
 from shardlib.testing import shared_pool
 from shardlib.weights import _reshard, _transfer
 from tests.weights.cases import COLUMNS, RULES, made
@@ -106,3 +107,17 @@ def _through_the_wrapper(_: str) -> str:
 def test_a_compiled_wrapper_is_torn_with_its_model():
     for told in shared_pool(2).run(_through_the_wrapper, "", timeout=60):
         assert "reshard() has failed" in told
+
+
+def test_a_copy_of_a_torn_model_is_torn_until_it_has_all_weights():
+    model = nn.Linear(4, 4)
+    with pytest.raises(ZeroDivisionError), torn(model, "transfer"):
+        raise ZeroDivisionError
+    other = copy.deepcopy(model)
+    for call in (lambda: other(torch.ones(4)), lambda: list(sl.stream_weights(other))):
+        with pytest.raises(ShardingError, match="a copy of one that had a part of its weights"):
+            call()
+    with pytest.raises(ShardingError, match="a copy of one that had"):
+        sl.transfer(other, nn.Linear(4, 4))
+    sl.transfer(nn.Linear(4, 4), other)
+    other(torch.ones(4))
