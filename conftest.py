@@ -20,7 +20,7 @@ collect_ignore_glob = ["tests/audit/hosts/test_*.py", *(f"examples/audit/train_{
 if all(map(importlib.util.find_spec, _HOSTS)):
     collect_ignore_glob = []
 if importlib.util.find_spec("vllm") is None:  # as in the environment of `make test-vllm`
-    collect_ignore_glob += ["tests/vllm/test_*.py", "examples/rl_vllm.py"]
+    collect_ignore_glob += ["tests/vllm/*.py", "examples/rl_vllm.py"]
     collect_ignore_glob += ["shardlib/integrations/vllm.py", "shardlib/integrations/trl.py"]
 
 let_torchvision_in()  # torchmetrics imports it by the way, and lightning that

@@ -20,7 +20,8 @@ _REMEDY = {
     "send_weights": "Send the weights again, by a new connection where that has ended.",
     "reshard": "Build a new one, shard it, and load a checkpoint by shardlib.load; or transfer the weights of another.",
 }
-_TORN: WeakKeyDictionary[nn.Module, tuple[str, RemovableHandle]] = WeakKeyDictionary()
+_MARK = "_shardlib_torn"  # an attribute: a copy of a torn model is torn too
+_HOOKS: WeakKeyDictionary[nn.Module, RemovableHandle] = WeakKeyDictionary()
 
 
 @contextmanager
@@ -36,7 +37,8 @@ def torn(model: nn.Module | None, by: str) -> Iterator[None]:
         yield
         return
     mend(model)
-    _TORN[model] = by, model.register_forward_pre_hook(_refuse_forward, prepend=True)
+    setattr(model, _MARK, by)
+    _HOOKS[model] = model.register_forward_pre_hook(_refuse_forward, prepend=True)
     yield
     mend(model)
 
@@ -44,11 +46,10 @@ def torn(model: nn.Module | None, by: str) -> Iterator[None]:
 def mend(model: nn.Module) -> None:
     """Let a model that has got all of its weights compute again."""
     model = _torch.without_compiled_wrapper(model)
-    if (mark := _TORN.pop(model, None)) is not None:
-        mark[1].remove()
-    for number, hook in [*model._forward_pre_hooks.items()]:
-        if hook is _refuse_forward:  # of a copy
-            del model._forward_pre_hooks[number]
+    if hasattr(model, _MARK):
+        delattr(model, _MARK)
+    if (hook := _HOOKS.pop(model, None)) is not None:
+        hook.remove()
 
 
 def refuse_torn(call: str, model: Any, *, unless: str = "") -> None:
@@ -62,19 +63,11 @@ def refuse_torn(call: str, model: Any, *, unless: str = "") -> None:
     Raises:
         ShardingError: the model is torn.
     """
-    if not isinstance(model, nn.Module):
-        return
-    model = _torch.without_compiled_wrapper(model)
-    mark = _TORN.get(model)
-    if mark is None and unless != "transfer" and _refuse_forward in model._forward_pre_hooks.values():
-        raise ShardingError(
-            f"{call}() was given a {type(model).__name__} that is a copy of one that had a part of its weights. Copy a "
-            "model that has all, or transfer into this one."
-        )
-    if mark is not None and mark[0] != unless:
+    by = getattr(_torch.without_compiled_wrapper(model), _MARK, None) if isinstance(model, nn.Module) else None
+    if by is not None and by != unless:
         raise ShardingError(
             f"{call}() was given a {type(model).__name__} that has a part of the weights that it was to get: "
-            f"{mark[0]}() has failed. {_REMEDY[mark[0]]}"
+            f"{by}() has failed. {_REMEDY[by]}"
         )
 
 

@@ -123,7 +123,8 @@ def test_optimizer_built_before_sharding(ranks):
     assert ranks(2).run(_early_optimizer)[0] == (
         'This optimizer was built before its model was sharded: 9 of its 9 parameters (the first is "scale") are '
         "no longer the model's, and stepping them would train nothing. Build the optimizer after shard_model: "
-        "torch.optim.AdamW(model.parameters())."
+        "torch.optim.AdamW(model.parameters()). Where the model's mesh was changed, give the optimizer to "
+        "reshard(model, mesh, optimizer)."
     )
 
 

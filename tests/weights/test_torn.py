@@ -115,9 +115,9 @@ def test_a_copy_of_a_torn_model_is_torn_until_it_has_all_weights():
         raise ZeroDivisionError
     other = copy.deepcopy(model)
     for call in (lambda: other(torch.ones(4)), lambda: list(sl.stream_weights(other))):
-        with pytest.raises(ShardingError, match="a copy of one that had a part of its weights"):
+        with pytest.raises(ShardingError, match="has a part of the weights"):
             call()
-    with pytest.raises(ShardingError, match="a copy of one that had"):
+    with pytest.raises(ShardingError, match="has a part of the weights"):
         sl.transfer(other, nn.Linear(4, 4))
     sl.transfer(nn.Linear(4, 4), other)
     other(torch.ones(4))
