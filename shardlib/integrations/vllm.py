@@ -151,13 +151,12 @@ class WorkerEngine(WeightTransferEngine[WorkerInitInfo, WorkerUpdateInfo]):
     def receive_weights(self, update_info: WorkerUpdateInfo) -> None:
         if self._everyone is None:
             raise InputError("vLLM was to take weights before it was connected: shardlib.integrations.vllm.connect().")
-        if update_info.connection != self._init_info.connection:
-            _end_reload(self.model)
-            raise InputError("this engine has been connected again since. Send by its last connection.")
-        self._meet(f"update {update_info.number}", self._everyone.rank)
-        self._torn = contextlib.ExitStack()
-        self._torn.enter_context(torn(self.model, "send_weights"))
         try:
+            if update_info.connection != self._init_info.connection:
+                raise InputError("this engine has been connected again since. Send by its last connection.")
+            self._meet(f"update {update_info.number}", self._everyone.rank)
+            self._torn = contextlib.ExitStack()
+            self._torn.enter_context(torn(self.model, "send_weights"))
             self._feed.send()
         except BaseException:
             _end_reload(self.model)

@@ -7,7 +7,7 @@ which the rest has no values.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from shardlib._dtypes import name_of
-from shardlib._plan.moves import Laid, Moves, Pair
+from shardlib._plan.moves import Laid, Moves
+from shardlib.checkpoint._items import Item
 from shardlib.checkpoint._peers import Peers
 from shardlib.engine.torn import refuse_torn
 from shardlib.layout._boxes import Box
@@ -24,7 +25,7 @@ from shardlib.weights._lying import everywhere, items_of, local_of, refuse_in_ba
 from shardlib.weights._names import Convert
 from shardlib.weights._views import Read, View, in_groups, on_meta, views_of
 
-__all__ = ["Feed", "Loader"]
+__all__ = ["Feed", "Loader", "arriving"]
 
 
 class Loader(Protocol):
@@ -148,10 +149,8 @@ class Feed:
             dtypes = [dtype for dtype, _ in of_rank.values()]
             boxes = {rank: boxes for rank, (_, boxes) in of_rank.items()}
             wanted.append((view, view.laid(sources[view.source], boxes, dtypes[0] if dtypes else None)))
-        self._groups = [
-            (group, Moves(tuple(Pair(sources[view.source], laid) for view, laid in group), self._node))
-            for group in in_groups([(view, laid) for view, laid in wanted if laid.ranks], self._limit)
-        ]
+        read_by_some = [(view, laid) for view, laid in wanted if laid.ranks]
+        self._groups = list(in_groups(read_by_some, sources, self._limit, self._node))
         self.moves = [moves for _, moves in self._groups]
         read = {view.source for view, laid in wanted if laid.ranks}
         self.unread = [laid.name for laid in self._laid if laid.name not in read]
@@ -159,19 +158,9 @@ class Feed:
     # --- moving it ----------------------------------------------------------------------------------------------------
 
     def _arriving(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Iterate over the tensors that this rank reads, in their full shapes. Collective: all ranks do it to the
-        end."""
-        rank = self._everyone.rank
-        for group, moves in self._groups:
-            mine = [(view, laid) for view, laid in group if view.name in self._read[rank]]
-            device = self._loader.device if self._loader is not None else None
-            buffers = {view.name: torch.empty(view.box.sizes, dtype=laid.dtype, device=device) for view, laid in mine}
-            carry(
-                self._everyone, "send", moves, partial(local_of, self._items), buffers.__getitem__,
-                bucket_bytes=min(self._limit, BUCKET),
-            )  # fmt: skip
-            for view, _ in mine:
-                yield view.name, view.of(buffers.pop(view.name))
+        mine = self._read[self._everyone.rank]
+        device = self._loader.device if self._loader is not None else torch.device("cpu")
+        return arriving(self._everyone, self._groups, self._items, mine, device, self._limit)
 
     def _load(self, loader: Loader) -> None:
         stream, failed = _Stream(self._arriving()), None
@@ -198,6 +187,33 @@ class Feed:
         except BaseException:
             self._everyone.renew()
             raise
+
+
+def arriving(
+    everyone: Peers,
+    groups: Iterable[tuple[list[tuple[View, Laid]], Moves]],
+    items: Mapping[str, Item],
+    mine: Container[str],
+    device: torch.device,
+    limit: int,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Iterate over the tensors that this rank gets, in their full shapes. Collective: all ranks do it to the end.
+
+    Args:
+        everyone: the ranks.
+        groups: what is gathered together, and what moves for it; equal on all ranks.
+        items: this rank's tensors of the model.
+        mine: the names of the tensors that this rank gets.
+        device: where it gets them.
+        limit: most bytes that a rank sends, and that it receives, at a time.
+    """
+    for group, moves in groups:
+        here = [(view, laid) for view, laid in group if view.name in mine]
+        full = {view.name: torch.empty(view.box.sizes, dtype=laid.dtype, device=device) for view, laid in here}
+        give = partial(local_of, items)
+        carry(everyone, "send", moves, give, full.__getitem__, bucket_bytes=min(limit, BUCKET))
+        for view, _ in here:
+            yield view.name, view.of(full.pop(view.name))
 
 
 class _Stream:

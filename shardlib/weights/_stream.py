@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from shardlib._plan.moves import Laid, Moves, Names, Pair
+from shardlib._plan.moves import Laid, Names
 from shardlib.checkpoint._items import Item
 from shardlib.checkpoint._peers import Peers, peers
 from shardlib.engine.torn import refuse_torn
 from shardlib.errors import InputError
 from shardlib.layout._boxes import full_box
-from shardlib.weights._carry import BUCKET, carry
-from shardlib.weights._lying import check_sizes, everywhere, items_of, local_of, refuse_in_backward
+from shardlib.weights._feed import arriving
+from shardlib.weights._lying import check_sizes, everywhere, items_of, refuse_in_backward
 from shardlib.weights._names import adapters_merged, saved_names
 from shardlib.weights._views import View, in_groups, on_meta, views_of
 
@@ -69,13 +68,8 @@ def stream_weights(
     limit = int(group_mb * 2**20)
     device = next((item.local.device for item in items.values()), torch.device("cpu"))
     with adapters_merged(model if names == "huggingface" else None):
-        for group in in_groups(wanted, limit):
-            mine = group if everyone.rank in to else []
-            full = {view.name: torch.empty(view.box.sizes, dtype=kept.dtype, device=device) for view, kept in mine}
-            moves = Moves(tuple(Pair(sources[view.source], kept) for view, kept in group), node)
-            carry(everyone, "send", moves, partial(local_of, items), full.__getitem__, bucket_bytes=min(limit, BUCKET))
-            for view, _ in mine:
-                yield view.name, view.of(full.pop(view.name))
+        mine = {view.name for view, _ in wanted} if everyone.rank in to else set()
+        yield from arriving(everyone, in_groups(wanted, sources, limit, node), items, mine, device, limit)
 
 
 def streamed(

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from shardlib._mesh_shape import MeshShape
-from shardlib._plan.moves import Laid, Pieces
+from shardlib._plan.moves import Laid, Moves, Pair, Pieces
 from shardlib.engine import _torch
 from shardlib.errors import InputError
 from shardlib.layout._boxes import Box, Part, full_box
@@ -93,8 +93,25 @@ def on_meta(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(tuple(shape), dtype=dtype, device="meta")
 
 
-def in_groups(wanted: Iterable[tuple[View, Laid]], limit: int) -> Iterator[list[tuple[View, Laid]]]:
-    """Cut tensors into runs of which no more than `limit` bytes are there at a time, or a larger one alone."""
+def in_groups(
+    wanted: Iterable[tuple[View, Laid]], sources: Mapping[str, Laid], limit: int, node: int
+) -> Iterator[tuple[list[tuple[View, Laid]], Moves]]:
+    """Cut tensors into runs of which no more than `limit` bytes are there at a time, or a larger one alone.
+
+    Args:
+        wanted: each tensor, and how ranks need it.
+        sources: how what they are views of lies, by name.
+        limit: the bytes.
+        node: the number of ranks that share a node.
+
+    Yields:
+        The tensors of a run, and what moves for them.
+    """
+    for group in _cut(wanted, limit):
+        yield group, Moves(tuple(Pair(sources[view.source], laid) for view, laid in group), node)
+
+
+def _cut(wanted: Iterable[tuple[View, Laid]], limit: int) -> Iterator[list[tuple[View, Laid]]]:
     group, size = list[tuple[View, Laid]](), 0
     for view, laid in wanted:
         each = view.box.numel * laid.dtype.itemsize

@@ -260,7 +260,7 @@ def test_random_streams_that_were_not_saved_are_told(tmp_path: Path):
 
 
 def _exact_numbers(path: str, mesh: str, save: bool) -> tuple[list[float], float, tuple[str, ...]]:
-    """What this rank draws after it has saved or loaded; nothing seeds Python alike, as in processes of torchrun."""
+    """Return what this rank draws after it has saved or loaded; nothing seeds Python alike, as under torchrun."""
     before = random.getstate()
     random.seed(10 * dist.get_rank() + save)
     torch.manual_seed(7 + save)

@@ -80,7 +80,7 @@ class Job:
 
     @property
     def fates(self) -> list[str]:
-        """What has not happened yet."""
+        """Return what has not happened yet."""
         return [path.name for path in (self.folder / survivor.FATES).iterdir()]
 
     @property
@@ -110,7 +110,7 @@ class Job:
         return {key: taken for key, taken in rows.items() if len(taken) == worlds[key[0]]}
 
     def lines(self) -> Iterator[dict[str, Any]]:
-        """What ranks have written; the last line of one that was killed may be half there."""
+        """Return what ranks have written; the last line of one that was killed may be half there."""
         for path in (self.folder / survivor.SEEN).iterdir():
             for line in path.read_text().splitlines():
                 with suppress(json.JSONDecodeError):

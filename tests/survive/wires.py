@@ -29,7 +29,7 @@ class Machine:
 
     @property
     def variables(self) -> dict[str, str]:
-        """What tells torchrun and gloo which address to use."""
+        """Return the environment that tells torchrun and gloo which address to use."""
         return {"PET_LOCAL_ADDR": self.address, "GLOO_SOCKET_IFNAME": WIRE}
 
     def connect(self) -> None:

@@ -1,4 +1,4 @@
-"""What vLLM's workers read of real families, as tests/vllm has recorded it: plans of any mesh move it, and no more."""
+"""Plans of any mesh move what vLLM's workers read of real families, as tests/vllm has recorded it, and no more."""
 
 from __future__ import annotations
 
