@@ -21,6 +21,7 @@ from shardlib._plan.rows import PHASES, Phase, Row, rows_by_name
 from shardlib._plan.step import LossScale, Step
 from shardlib._plan.units import join_small, unit_of
 from shardlib._plan.value import Plan
+from shardlib._plan.work import Kernel, Part, Pass, Work
 
 __all__ = [
     "KINDS",
@@ -31,11 +32,14 @@ __all__ = [
     "Cluster",
     "DryRun",
     "Gathered",
+    "Kernel",
     "Link",
     "LossScale",
     "Memory",
     "Movement",
     "Optimizer",
+    "Part",
+    "Pass",
     "Phase",
     "Plan",
     "Purpose",
@@ -48,6 +52,7 @@ __all__ = [
     "Traffic",
     "Transform",
     "Unit",
+    "Work",
     "as_rules",
     "expert_axis",
     "expert_rows",

@@ -37,6 +37,8 @@ class Cluster:
         products: operations a second of matrix products without sparsity: pairs of a dtype's name and a `Rate`.
         launch: seconds that the shortest kernel takes.
         links: the levels of links between ranks, innermost first.
+        overlap: the part of the time of communication that can hide behind computation: 1 where devices have engines of
+            their own for it, less where both need the same cores, as on a CPU.
         description: which machines these are.
         source: where the number of devices, their memory, and `launch` are from.
 
@@ -58,6 +60,7 @@ class Cluster:
     products: tuple[tuple[str, Rate], ...]
     launch: float
     links: tuple[Link, ...] = ()
+    overlap: float = 1.0
     description: str = ""
     source: str = ""
 
@@ -67,6 +70,8 @@ class Cluster:
                 raise PlanError(f'Cluster "{self.name}" has {key} = {getattr(self, key)}; give a positive number.')
         if not (math.isfinite(self.launch) and self.launch >= 0):
             raise PlanError(f'Cluster "{self.name}" has launch = {self.launch}; give seconds, 0 or more.')
+        if not 0 <= self.overlap <= 1:
+            raise PlanError(f'Cluster "{self.name}" has overlap = {self.overlap}; give a part, from 0 to 1.')
         if len(dict(self.products)) < max(len(self.products), 1):
             raise PlanError(f'Cluster "{self.name}" needs a rate of products for each dtype once, and one at least.')
         _check_levels(self.name, self.links)
@@ -105,6 +110,25 @@ class Cluster:
                 f"a file of your own, which `shardlib calibrate` writes.{nearest(name, known)}"
             )
         return known[name]
+
+    @classmethod
+    def of(cls, given: Cluster | str | Path) -> Cluster:
+        """Return a cluster as it is, by the name of a preset, or from a file, whose name ends in .toml.
+
+        Raises:
+            PlanError: no such preset, or the file cannot be read as a cluster.
+
+        >>> Cluster.of("h100") == Cluster.preset("h100")
+        True
+        """
+        if isinstance(given, Cluster):
+            return given
+        if not isinstance(given, str | Path):
+            raise PlanError(
+                f'A cluster was given as {type(given).__name__}; give a Cluster, the name of a preset such as "h100", '
+                "or the path of a cluster file."
+            )
+        return cls.load(given) if str(given).endswith(".toml") else cls.preset(str(given))
 
     @classmethod
     def presets(cls) -> dict[str, str]:

@@ -6,6 +6,7 @@ memory = "80GB"                       of a device
 launch = "5us"                        the floor of a kernel launch
 memory_bandwidth = RATE               between a device and its memory
 host_bandwidth = RATE                 between a device and the memory of its host, in each direction
+overlap = 0.5                         the part of communication that can hide behind computation; left out: all
 [products]
 bfloat16 = RATE                       matrix products of a dtype, without sparsity
 [[links]]                             one for each level, innermost first
@@ -37,7 +38,7 @@ __all__ = ["read", "write"]
 
 _ADVICE = 'Quantities stand in double quotes, as in memory = "80GB".'
 _NEEDED = "name", "devices", "memory", "memory_bandwidth", "host_bandwidth", "products", "launch"
-_KEYS = *_NEEDED, "links", "description", "source"
+_KEYS = *_NEEDED, "links", "overlap", "description", "source"
 _LINK_KEYS = "name", "latency", "bandwidth", "ranks", "kinds", "pairwise", "source"
 
 
@@ -65,6 +66,7 @@ def write(cluster: Any) -> str:
         f"devices = {cluster.devices}",
         f'memory = "{spell_quantity(cluster.memory, "B")}"',
         f'launch = "{spell_quantity(cluster.launch, "s")}"',
+        *([f"overlap = {cluster.overlap!r}"] if cluster.overlap != 1 else []),
         f"memory_bandwidth = {_rate_text(cluster.memory_bandwidth, 'B/s')}",
         f"host_bandwidth = {_rate_text(cluster.host_bandwidth, 'B/s')}",
     ]
@@ -90,6 +92,7 @@ def _arguments(given: Mapping[str, Any]) -> dict[str, Any]:
             for dtype, rate in _section("products", given["products"]).items()
         ),
         "links": tuple(_under(f"links {i}", _link, _section("links", link)) for i, link in enumerate(links, 1)),
+        "overlap": float(_typed("overlap", given.get("overlap", 1.0), (int, float), "a part, from 0 to 1")),
         "description": _typed("description", given.get("description", ""), str, "a text"),
         "source": _typed("source", given.get("source", ""), str, "a text"),
     }

@@ -175,11 +175,20 @@ SCHEDULES: Mapping[str, Callable[[int, int, int], list[list[Action]]]] = {
 COSTS: Mapping[str, float] = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
 
 
-def timeline(actions: Sequence[Sequence[Action]], costs: Mapping[str, float] = COSTS) -> tuple[tuple[Timed, ...], ...]:
-    """Return the time of each action, if sending takes no time: it starts as soon as its rank is free and its inputs
-    exist.
+def timeline(
+    actions: Sequence[Sequence[Action]],
+    costs: Mapping[str, float] | Callable[[Action], float] = COSTS,
+    *,
+    sending: float = 0,
+) -> tuple[tuple[Timed, ...], ...]:
+    """Return the time of each action: it starts as soon as its rank is free and its inputs exist.
 
     A forward needs the one of the stage before, a backward that of the stage after it, and its own forward.
+
+    Args:
+        actions: of each rank, in its order.
+        costs: the time of an action, by its kind or by a function.
+        sending: the time of a message from one stage to another, during which both ranks go on.
 
     Raises:
         PlanError: orders in which ranks wait for each other.
@@ -188,6 +197,7 @@ def timeline(actions: Sequence[Sequence[Action]], costs: Mapping[str, float] = C
     [[0, 1, 4, 5], [1, 2, 3, 4]]
     """
     ends: dict[tuple[str, int, int], float] = {}
+    cost = costs if callable(costs) else lambda action: costs[action.kind]
     last = max((action.stage for rank in actions for action in rank), default=0)
     made: list[list[Timed]] = [[] for _ in actions]
     while any(len(done) < len(todo) for done, todo in zip(made, actions, strict=True)):
@@ -195,11 +205,11 @@ def timeline(actions: Sequence[Sequence[Action]], costs: Mapping[str, float] = C
         for done, todo in zip(made, actions, strict=True):
             while len(done) < len(todo):
                 action = todo[len(done)]
-                needed = [ends.get(key) for key in _needs(action, last)]
-                if any(end is None for end in needed):
+                arrived = _arrival(action, ends, last, sending)
+                if arrived is None:
                     break
-                start = max([0, *(end for end in needed if end is not None), *(each.end for each in done[-1:])])
-                done.append(Timed(action, start, start + costs[action.kind]))
+                start = max(arrived, done[-1].end if done else 0)
+                done.append(Timed(action, start, start + cost(action)))
                 for kind in "IB" if action.kind in "IB" else action.kind:
                     ends[kind, action.stage, action.microbatch] = done[-1].end
         if sum(map(len, made)) == before:
@@ -208,6 +218,14 @@ def timeline(actions: Sequence[Sequence[Action]], costs: Mapping[str, float] = C
             )
             raise PlanError(f"The order of this schedule can never be carried out: {waiting} wait for each other.")
     return tuple(map(tuple, made))
+
+
+def _arrival(action: Action, ends: Mapping[tuple[str, int, int], float], last: int, sending: float) -> float | None:
+    """Return when the inputs of an action are there; None while one of them is not computed."""
+    needs = _needs(action, last)
+    if any(key not in ends for key in needs):
+        return None
+    return max((ends[key] + sending * (key[1] != action.stage) for key in needs), default=0)
 
 
 def _needs(action: Action, last: int) -> list[tuple[str, int, int]]:

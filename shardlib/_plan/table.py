@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import get_args
 
@@ -24,6 +25,7 @@ from shardlib._plan.report import DryRun
 from shardlib._plan.rows import Row
 from shardlib._plan.step import Step
 from shardlib._plan.units import unit_of
+from shardlib._plan.work import Work
 from shardlib.errors import PlanError, nearest
 from shardlib.rules import Border, Rules, Stage
 
@@ -46,6 +48,9 @@ class PlanTable:
     units: tuple[str, ...] = ()
     repeated: tuple[str, ...] = ()
     stages: tuple[Stage, ...] = ()
+    source: Callable[..., tuple[Work, tuple[int, ...]]] | None = dataclasses.field(
+        default=None, compare=False, repr=False
+    )
 
     def __getitem__(self, name: str) -> Row:
         """Return the row of a tensor, by any of its names."""

@@ -9,11 +9,13 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from shardlib._plan import changes, page, pictures, saved, text
+from shardlib._plan.cluster import Cluster
 from shardlib._plan.found import read_dtensors
 from shardlib._plan.laid_out import find_blocks, rows_of
 from shardlib._plan.moves import Moves, Names, find_moves
 from shardlib._plan.rows import Phase, Row
 from shardlib._plan.table import PlanTable
+from shardlib._plan.timing import StepTime, time_of
 from shardlib._plan.units import find_repeated, find_units
 from shardlib.errors import PlanError
 
@@ -44,6 +46,7 @@ class Plan(PlanTable):
             layers outside of them. Other parameters stay unsharded from the model's forward to the end of backward.
         repeated: the units that are repeated blocks.
         stages: the stages of a pipeline axis, where the rules name them.
+        source: records the work of the plan's model, for `time`; None for a plan that `sl.plan` did not make.
 
     >>> from torch import nn
     >>> from shardlib._plan import make_plan
@@ -152,6 +155,42 @@ class Plan(PlanTable):
             self, other, names=names, padded=padded, phase=phase, source_ranks=source_ranks, target_ranks=target_ranks,
             node=node,
         )  # fmt: skip
+
+    def time(self, cluster: Cluster | str, *, example: Any, state_tensors: int = 2) -> StepTime:
+        """Predict the time of a training step on a cluster, and the most memory that a device holds in it.
+
+        One block of each kind runs on fake tensors. Each op takes as long as its operations or its bytes need at the
+        cluster's rates; each collective its latency and its bytes over the slowest link of its axes; and the queues of
+        the engine, or the schedule of the pipeline, say what waits for what (docs/planner.md).
+
+        Args:
+            cluster: the machines, or the name of a preset, or the path of a file.
+            example: what one call of the model, or of `pipeline_step`, is given on one data rank: a tuple of arguments,
+                a mapping of keyword arguments or one tensor. Values do not matter; tensors may be on `meta`.
+            state_tensors: tensors of optimizer state for each parameter: 2 for Adam, 1 for SGD with momentum.
+
+        Raises:
+            PlanError: no example; the plan was read from JSON, or its model is gone or sharded; the model cannot run
+                without values; the cluster has no rate for a dtype, or no link for an axis.
+
+        >>> import shardlib as sl
+        >>> import torch
+        >>> from torch import nn
+        >>> model = nn.Sequential(nn.Linear(4096, 4096), nn.GELU(), nn.Linear(4096, 4096))
+        >>> made = sl.plan(model, "dp=8", {"**": None}, transforms=[sl.precision("bf16"), sl.zero(2)])
+        >>> time = made.time("h100", example=torch.empty(8192, 4096, device="meta", dtype=torch.bfloat16))
+        >>> 0.3 < time.mfu < 0.8, time.compute > time.communication > 0
+        (True, True)
+        """
+        if example is None or self.source is None:
+            raise PlanError(
+                "Time depends on activations: give example=, the batch of one data rank."
+                if self.source is not None
+                else "This plan has no model to run: it was read from JSON, or from DTensors. Make it with "
+                "sl.plan(model, mesh, rules)."
+            )
+        work, examples = self.source(self, example)
+        return time_of(self, work, Cluster.of(cluster), examples, state_tensors=state_tensors)
 
     def to_json(self) -> str:
         """Serialize the plan as JSON with a stable format: one row a line, keys in a fixed order, for readable diffs of

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import shardlib as sl
-from shardlib.engine import _torch, apply, dryrun
+from shardlib.engine import _torch, apply, fakes
 from shardlib.engine._torch import TorchDispatchMode, pytree
 from shardlib.engine.apply import rank_plan
 from shardlib.engine.data import full_step, offload, optimizer, units
@@ -444,9 +444,9 @@ def _devices(
         mock.patch.object(transport, "exchange", _sent),
         mock.patch.object(full_step, "_owners", lambda held, _ranks: [0] * len(held)),
         mock.patch.object(full_step.agree, "exchange", lambda mine, _group: [mine]),
-        dryrun._fake_world(plan, AWAY) as mesh,
+        fakes.fake_world(plan, AWAY) as mesh,
     ):
-        model = dryrun._fake_copy(model, str(device))
+        model = fakes.fake_copy(model, str(device))
         apply.apply_plan(model, plan, mesh, check=False)
         stepping = make(model.parameters())
         steps: set[str] = set()
@@ -458,7 +458,7 @@ def _devices(
         )
         with putting, _NothingOnTheHostIsSent():
             for _ in range(2):
-                dryrun.run_step(model, (torch.zeros(4, 5, dtype=torch.int64, device=device),), {})
+                fakes.run_step(model, (torch.zeros(4, 5, dtype=torch.int64, device=device),), {})
                 _unscale([p.grad for p in model.parameters()])
                 sl.clip_grad_norm_(model, 1.0)
                 stepping.step()

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardlib as sl
-from shardlib.engine import dryrun
+from shardlib.engine import fakes
 from shardlib.engine.apply import apply_plan, record_of
 from shardlib.engine.data.gradients import ORDER_BITS
 from shardlib.engine.ranks.transport import Sent as Call
@@ -278,11 +278,11 @@ def test_a_dry_run_finds_what_gradients_are_partial_over_before_a_step():
     made = sl.plan(model, "dp=8,tp=4", rules, transforms=(zero(1),), example=ids)
     partial = {row.name for row in made.rows if row.partial == ("tp",)}
     assert {f"blocks.{i}.norm2.weight" for i in range(3)} <= partial
-    with dryrun._fake_world(made, "cpu") as mesh:
-        fake = dryrun._fake_copy(model, "cpu")
+    with fakes.fake_world(made, "cpu") as mesh:
+        fake = fakes.fake_copy(model, "cpu")
         apply_plan(fake, made.replace(report=None), mesh, check=False)
         with record_of(fake).reducer.executor.recording() as log:
-            dryrun.run_step(fake, (torch.zeros(4, 8, dtype=torch.int64),), {})
+            fakes.run_step(fake, (torch.zeros(4, 8, dtype=torch.int64),), {})
         planned = Counter({key: n for key, n in _planned(fake, Kind()).items() if key[1] == "gradients"})
         assert _carried(log, fake) == planned, "known from the first step on"
 

@@ -84,6 +84,8 @@ ENGINE = [
     ("feature",),
     ("pipeline",),
     ("apply",),
+    ("fakes",),
+    ("work",),
     ("dryrun",),
 ]
 

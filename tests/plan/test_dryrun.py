@@ -17,7 +17,8 @@ from shardlib._plan import DryRun
 from shardlib.engine import ops
 from shardlib.engine._torch import fake_tensors
 from shardlib.engine.apply import shard_model
-from shardlib.engine.dryrun import plan, run_step
+from shardlib.engine.dryrun import plan
+from shardlib.engine.fakes import run_step
 from shardlib.engine.feature.recording import record_collectives
 from shardlib.errors import PlanError
 from shardlib.transforms import Transform, fsdp, zero

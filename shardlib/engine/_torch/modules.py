@@ -7,7 +7,7 @@ import functools
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, TypeVar
 
 import torch
@@ -166,19 +166,25 @@ def registered_tensors(module: torch.nn.Module) -> list[tuple[dict[str, Any], st
 def copied(module: M) -> M:
     """Return a deep copy of a module, also of one with a weight that `torch.nn.utils.weight_norm` computed. Parameters
     keep their attributes, by which libraries mark them."""
-    made = copy.deepcopy(module, {id(tensor): tensor.detach().clone() for tensor in _computed(module)})
+    made = copy.deepcopy(module, {id(tensor): tensor.detach().clone() for tensor in _computed(module.modules())})
     for before, after in zip(module.parameters(), made.parameters(), strict=True):
         after.__dict__.update(before.__dict__)
     return made
 
 
-def copied_with(module: M, new: Callable[[torch.Tensor], torch.Tensor]) -> M:
+def copied_with(
+    module: M, new: Callable[[torch.Tensor], torch.Tensor], *, without: Collection[torch.nn.Module] = ()
+) -> M:
     """Return a deep copy of a module that has `new(tensor)` in the place of each tensor, of which none is copied.
 
-    Parameters stay parameters, and require gradients as before.
+    Parameters stay parameters, and require gradients as before. Each module in `without` becomes an empty one.
     """
-    tensors = [*module.parameters(), *module.buffers(), *_computed(module)]
-    return copy.deepcopy(module, {id(tensor): as_kind(new(tensor), tensor) for tensor in tensors})
+    memo: dict[int, Any] = {id(each): torch.nn.Identity() for each in without}
+    inside = {child for each in without for child in each.modules()}
+    own = [each for each in module.modules() if each not in inside]
+    tensors = [t for each in own for t in (*each.parameters(recurse=False), *each.buffers(recurse=False))]
+    memo |= {id(tensor): as_kind(new(tensor), tensor) for tensor in (*tensors, *_computed(own))}
+    return copy.deepcopy(module, memo)
 
 
 def as_kind(made: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -186,10 +192,10 @@ def as_kind(made: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return torch.nn.Parameter(made, like.requires_grad) if isinstance(like, torch.nn.Parameter) else made
 
 
-def _computed(module: torch.nn.Module) -> list[torch.Tensor]:
+def _computed(modules: Iterable[torch.nn.Module]) -> list[torch.Tensor]:
     """Return what autograd computed and an attribute holds, which torch does not copy: `weight` of the old
     `weight_norm` and of `prune`, which make it anew before each call."""
-    attributes = [x for each in module.modules() for x in vars(each).values() if isinstance(x, torch.Tensor)]
+    attributes = [x for each in modules for x in vars(each).values() if isinstance(x, torch.Tensor)]
     return [x for x in attributes if not x.is_leaf]
 
 

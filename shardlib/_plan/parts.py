@@ -1,0 +1,353 @@
+"""A plan by the parts of its model: what is before the blocks, a block of each kind, and what is after them.
+
+`Traffic` and memory of a stage are sums over its parts, so that they do not depend on the depth of the model.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from shardlib._mesh_shape import MeshShape
+from shardlib._plan.buckets import gradient_buckets, units_of, unshard_buckets, update_buckets
+from shardlib._plan.cluster import Cluster
+from shardlib._plan.memory import Blocks, _blocks_per_stage
+from shardlib._plan.movements import Movement, movements_of
+from shardlib._plan.report import Recorded
+from shardlib._plan.rows import Row
+from shardlib._plan.schedules import default_schedule, rank_of_stage
+from shardlib._plan.step import Step
+from shardlib._plan.table import PlanTable
+from shardlib._plan.work import Work
+
+__all__ = ["Held", "Links", "Message", "PlanPart", "StageShape", "parts_of", "shapes_of"]
+
+
+@dataclass(frozen=True)
+class Message:
+    """Bytes that are sent, or copied, together.
+
+    Attributes:
+        kind: as in `Cluster.collective_time`, or "copy" between host and device.
+        axes: the mesh axes.
+        payload: bytes of one rank's local tensors.
+        count: the number of collectives; a bucket that is shared with other parts counts as a fraction.
+        packed: bytes that are copied into a bucket and out of it.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    payload: float
+    count: float = 1.0
+    packed: float = 0.0
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes of one part on the rank with the largest shards, in the memory of the device.
+
+    Attributes:
+        parameters, gradients, state, buffers: as in `Memory`.
+        host: of all these, what is in host memory; the other fields do not contain it.
+        made: the gradients that backward makes, before they are reduced.
+        unsharded: parameters that are gathered for computation.
+        stepped: bytes that an element-wise optimizer reads and writes in a step.
+        reduced: the largest bucket of gradients in transfer.
+        updated: workspace of gathering updated parameters.
+        elements: parameters, global.
+    """
+
+    parameters: int = 0
+    gradients: int = 0
+    state: int = 0
+    buffers: int = 0
+    host: int = 0
+    made: int = 0
+    unsharded: int = 0
+    stepped: int = 0
+    reduced: int = 0
+    updated: int = 0
+    elements: int = 0
+
+
+@dataclass(frozen=True)
+class PlanPart:
+    """What the plan says of one part.
+
+    Attributes:
+        forward, backward: what gathers its parameters, in each pass.
+        reduced: what reduces its gradients.
+        every_pass: whether it is reduced in each backward pass, not only in the last one of a step.
+        stepped: what moves for the optimizer, and the updated parameters, once a step.
+        resharded: whether its parameters are resharded after forward.
+        held: its memory.
+    """
+
+    forward: tuple[Message, ...] = ()
+    backward: tuple[Message, ...] = ()
+    reduced: tuple[Message, ...] = ()
+    every_pass: bool = False
+    stepped: tuple[Message, ...] = ()
+    resharded: bool = False
+    held: Held = Held()
+
+
+@dataclass(frozen=True)
+class StageShape:
+    """The parts that one stage of a pipeline runs; without one, those of the model.
+
+    Attributes:
+        kinds: of its blocks, in order.
+        before, after: whether it runs what is before the first block, and after the last one.
+        rank: its coordinate on the pipeline axis.
+    """
+
+    kinds: tuple[int, ...]
+    before: bool = True
+    after: bool = True
+    rank: int = 0
+
+
+def shapes_of(plan: PlanTable, work: Work) -> tuple[StageShape, ...]:
+    """Return the stages of a plan: those that its rules name, or else equal runs of blocks."""
+    axes = plan.mesh.pipeline_axes
+    ranks = plan.mesh.only(axes).world_size if axes else 1
+    if ranks == 1:
+        return (StageShape(work.order),)
+    if plan.stages and plan.blocks is not None:
+        schedule = plan.step.schedule or default_schedule(ranks, len(plan.stages))
+        names = [f"{plan.blocks.prefix}.{index}." for index in range(len(work.order))]
+        made = []
+        for number, stage in enumerate(plan.stages):
+            inside = [any(name.startswith(f"{module}.") for module in stage.modules) for name in names]
+            kinds = tuple(kind for kind, here in zip(work.order, inside, strict=True) if here)
+            rank = rank_of_stage(schedule, ranks, number)
+            made.append(StageShape(kinds, number == 0, number == len(plan.stages) - 1, rank))
+        return tuple(made)
+    return stages_of_counts(work.order, _blocks_per_stage(len(work.order), ranks), ranks, plan.step.schedule)
+
+
+def stages_of_counts(order: Sequence[int], counts: Sequence[int], ranks: int, schedule: str) -> tuple[StageShape, ...]:
+    """Return stages with so many blocks each."""
+    name = schedule or default_schedule(ranks, len(counts))
+    ends = [sum(counts[: number + 1]) for number in range(len(counts))]
+    return tuple(
+        StageShape(
+            tuple(order[end - count : end]), number == 0, number == len(counts) - 1, rank_of_stage(name, ranks, number)
+        )
+        for number, (count, end) in enumerate(zip(counts, ends, strict=True))
+    )
+
+
+def parts_of(
+    plan: PlanTable, work: Work, examples: Sequence[int], *, state_tensors: int = 2
+) -> tuple[PlanPart, PlanPart, tuple[PlanPart, ...]]:
+    """Return the parts before and after the blocks, and of a block of each kind.
+
+    Args:
+        plan: the plan of the model, or of the model that is cut.
+        work: a record of it.
+        examples: the index of the block in the plan's rows that stands for each kind.
+        state_tensors: tensors of optimizer state for each parameter.
+    """
+    partial = dict(work.partial)
+    rows = [row.replace(partial=partial.get(row.name, row.partial)) if row.grad else row for row in plan.rows]
+    before, after, blocks = _divided(rows, plan.blocks)
+    ranks = plan.mesh.only(plan.mesh.pipeline_axes).world_size if plan.mesh.pipeline_axes else 1
+    shared = {row.name: 2 for row in before if ranks > 1 and _is_tied_across(row, plan.blocks)}
+
+    def part(own: Sequence[Row]) -> PlanPart:
+        return _part(own, plan, shared, state_tensors)
+
+    return part(before), part(after), tuple(part(blocks.get(index, ())) for index in examples)
+
+
+def _divided(rows: Sequence[Row], blocks: Blocks | None) -> tuple[list[Row], list[Row], dict[int, list[Row]]]:
+    before: list[Row] = []
+    after: list[Row] = []
+    inside: dict[int, list[Row]] = {}
+    for row in rows:
+        index = blocks.index(row.name) if blocks else None
+        if index is not None:
+            inside.setdefault(index, []).append(row)
+        else:
+            (after if blocks is None or row.name in blocks.after else before).append(row)
+    return before, after, inside
+
+
+def _is_tied_across(row: Row, blocks: Blocks | None) -> bool:
+    """Return whether a tensor is both before the blocks and after them, as a tied embedding."""
+    return blocks is not None and len({name in blocks.after for name in row.tied}) > 1
+
+
+def _part(rows: Sequence[Row], plan: PlanTable, shared: Mapping[str, int], state_tensors: int) -> PlanPart:
+    mesh, step = plan.mesh, plan.step
+    every = [*movements_of(rows, mesh, plan.units, step, holders=shared)]
+    units = units_of(every, plan.units, mesh, step)
+    gathered = [(unit, bucket) for unit in units for bucket in unshard_buckets(unit, mesh)]
+    buckets = gradient_buckets(reversed(every), mesh, step)
+    # Bytes that are copied into a bucket and out of it.
+    forward = tuple(
+        each for _, bucket in gathered for each in _messages(bucket.movements, mesh, packed=not bucket.alone)
+    )
+    again = tuple(
+        each
+        for unit, bucket in gathered
+        if unit.resharded
+        for each in _messages(bucket.movements, mesh, packed=not bucket.alone)
+    )
+    reduced = tuple(
+        replace(each, count=each.count if bucket.alone else min(1.0, each.payload / step.bucket_bytes))
+        for bucket in buckets
+        for each in _messages(bucket.movements, mesh, packed=not bucket.alone)
+    )
+    rest = [one for one in every if one.purpose not in _PASSES]
+    updates = update_buckets(rest, mesh, step, ())
+    in_updates = {id(one) for bucket in updates for one in bucket.movements}
+    stepped = [each for bucket in updates for each in _messages(bucket.movements, mesh, packed=not bucket.alone)]
+    stepped += [each for one in rest if id(one) not in in_updates for each in _messages((one,), mesh)]
+    return PlanPart(
+        forward=forward,
+        backward=again,
+        reduced=reduced,
+        every_pass=any(one.needed == "pass ends" for one in every if one.purpose == "gradients"),
+        stepped=tuple(stepped),
+        resharded=any(unit.resharded for unit in units),
+        held=replace(
+            _held(rows, mesh, state_tensors),
+            unsharded=sum(_gathered_bytes(one, mesh) for unit in units for one in unit.movements),
+            reduced=min(sum(bucket.workspace_bytes for bucket in buckets), _largest(buckets, step)),
+            updated=sum(bucket.workspace_bytes for bucket in updates),
+        ),
+    )
+
+
+_PASSES = ("parameters, forward", "parameters, backward", "gradients")
+
+
+def _largest(buckets: Sequence[object], step: Step) -> int:
+    return max([step.bucket_bytes, *(bucket.workspace_bytes for bucket in buckets)]) if buckets else 0  # type: ignore[attr-defined]
+
+
+def _messages(movements: Sequence[Movement], mesh: MeshShape, *, packed: bool = False) -> Iterator[Message]:
+    """Iterate over the collectives of movements that travel together, one for each step."""
+    first = movements[0]
+    for number, step in enumerate(first.collectives):
+        if step.kind == "slice":
+            continue
+        sent = sum(one.collectives[number].bytes for one in movements) * (first.times if _is_once(first) else 1)
+        ranks = math.prod(mesh[axis] for axis in step.axes)
+        kind, payload = _payload(step.kind, sent, ranks)
+        full = sum(_gathered_bytes(one, mesh) for one in movements) if packed else 0
+        yield Message(kind, step.axes, payload, packed=2.0 * full)
+
+
+def _is_once(one: Movement) -> bool:
+    """Return whether `times` counts tensors of state, not passes."""
+    return one.purpose not in _PASSES
+
+
+def _payload(kind: str, sent: float, ranks: int) -> tuple[str, float]:
+    """Return the kind, as clusters name it, and the bytes that a rank contributes where it sends so many."""
+    if kind == "copy" or ranks < 2:
+        return kind, sent
+    if kind == "all_reduce":
+        return kind, sent * ranks / (2 * (ranks - 1))
+    if kind == "all_gather":
+        return kind, sent / (ranks - 1)
+    # To and from owners, which are spread over the ranks.
+    kind = "all_to_all" if kind in ("gather", "scatter") else kind
+    return kind, sent * ranks / (ranks - 1)
+
+
+def _gathered_bytes(one: Movement, mesh: MeshShape) -> int:
+    """Return the bytes of the unsharded tensor, in the dtype that is sent."""
+    full = one.source if one.purpose == "gradients" else one.target
+    shape = full.local_shape(one.global_shape, mesh, dict.fromkeys(mesh.names, 0))
+    return math.prod(shape) * one.dtype.itemsize
+
+
+def _held(rows: Sequence[Row], mesh: MeshShape, state_tensors: int) -> Held:
+    total = dict.fromkeys(("parameters", "gradients", "state", "buffers", "host", "made", "stepped", "elements"), 0)
+
+    def add(what: str, size: int, *, on_host: bool) -> None:
+        total["host" if on_host else what] += size
+
+    for row in rows:
+        stored = row.local_bytes(mesh)
+        add("parameters" if row.kind == "parameter" else "buffers", stored, on_host=row.stored.memory == "host")
+        if row.kind == "parameter":
+            total["elements"] += math.prod(row.global_shape)
+        if row.grad is None or row.state is None:
+            continue
+        gradient, state = row.local_bytes(mesh, phase="grad"), row.local_bytes(mesh, phase="state")
+        add("gradients", gradient, on_host=row.grad.memory == "host")
+        copies = state_tensors + row.has_master
+        add("state", copies * state, on_host=row.state.memory == "host")
+        numel = math.prod(row.local_shape(mesh, phase="compute"))
+        total["made"] += numel * max((row.grad.dtype or row.dtype).itemsize, (row.compute.dtype or row.dtype).itemsize)
+        own = math.prod(row.local_shape(mesh, phase="state"))
+        low = (row.stored.dtype or row.dtype).itemsize
+        # Read the gradient, read and write each tensor of state and the parameter.
+        total["stepped"] += (
+            own * (row.grad.dtype or row.dtype).itemsize + 2 * copies * state + 2 * own * low * (not row.has_master)
+            + own * low * row.has_master
+        )  # fmt: skip
+    return Held(**total)
+
+
+class Links:
+    """Seconds of messages on a mesh of a cluster: a collective of some axes takes a + b * payload."""
+
+    def __init__(self, cluster: Cluster, mesh: MeshShape) -> None:
+        self.cluster, self.mesh = cluster, mesh
+        self._lines: dict[tuple[str, tuple[str, ...], int], tuple[float, float]] = {}
+
+    def seconds(self, message: Message) -> float:
+        """Return the seconds of a message, with the copies into its bucket and out of it."""
+        if message.kind == "copy":
+            return self.cluster.host_time(message.payload)
+        latency, per_byte = self._line(message.kind, message.axes, 0)
+        packing = message.packed / self.cluster.memory_bandwidth.sustained
+        return message.count * latency + message.payload * per_byte + packing
+
+    def of_record(self, one: Recorded) -> float:
+        """Return the seconds of a collective of a record."""
+        kind = _KIND_OF.get(one.kind, one.kind)
+        if kind == "":
+            return 0.0
+        latency, per_byte = self._line(kind, one.axes, one.size)
+        return latency + one.bytes * per_byte
+
+    def _line(self, kind: str, axes: tuple[str, ...], size: int) -> tuple[float, float]:
+        key = (kind, axes, size if not axes else 0)
+        if key not in self._lines:
+            group = _group(self.mesh, axes) if axes else tuple(range(size))
+            latency = self.cluster.collective_time(kind, 0, group)
+            self._lines[key] = latency, (self.cluster.collective_time(kind, 2**30, group) - latency) / 2**30
+        return self._lines[key]
+
+
+# A receive is the other end of a send, and a barrier a message without bytes.
+_KIND_OF = {
+    "receive": "",
+    "barrier": "all_reduce",
+    "reduce": "reduce_scatter",
+    "gather": "all_gather",
+    "scatter": "broadcast",
+}
+
+
+@functools.lru_cache(maxsize=4096)
+def _group(mesh: MeshShape, axes: tuple[str, ...]) -> tuple[int, ...]:
+    """Return the ranks that differ from rank 0 on some axes only."""
+    strides, stride = {}, 1
+    for axis, size in reversed(mesh.items()):
+        strides[axis], stride = stride, stride * size
+    ranks = [0]
+    for axis in mesh.names:
+        if axis in axes:
+            ranks = [rank + index * strides[axis] for rank in ranks for index in range(mesh[axis])]
+    return tuple(ranks)

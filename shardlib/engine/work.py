@@ -1,0 +1,366 @@
+"""Recording of `Work`: one pass of a model whose repeated blocks are cut to one of each kind, on fake tensors.
+
+Blocks are of one kind if their modules, these modules' settings and the layouts of their tensors are equal. So the time
+of a record does not depend on the depth of a model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Collection, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardlib._mesh_shape import MeshShape
+from shardlib._plan import Kernel, Part, Pass, Plan, Recorded, Row, Work
+from shardlib.engine import _torch
+from shardlib.engine._torch import pytree
+from shardlib.engine.apply import apply_plan, no_sync, partial_gradients
+from shardlib.engine.fakes import arguments_of, fake_copy, fake_like, fake_world, refuse_sharded, run_step
+from shardlib.engine.feature.recompute import modules_to_recompute
+from shardlib.engine.feature.recording import Call, Recording, record_collectives
+from shardlib.engine.pipeline import fake_run
+from shardlib.engine.pipeline.batch import microbatch_sizes, split
+from shardlib.engine.pipeline.batch import rows as rows_of
+from shardlib.errors import PlanError
+
+__all__ = ["Cut", "ModelSource", "cut_of", "record_work"]
+
+_MOST_KEPT = 8
+# They read some rows of their first operand.
+_LOOKUPS = ("aten.embedding", "aten.index_select", "aten.gather", "aten.index")
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The blocks of a model that stand for all of them.
+
+    Attributes:
+        prefix: the name of the `ModuleList`; "" for a model without.
+        order: the kind of each block.
+        kept: the index of blocks that are kept, in order; the last one of a kind stands for it.
+    """
+
+    prefix: str = ""
+    order: tuple[int, ...] = ()
+    kept: tuple[int, ...] = ()
+
+    @property
+    def examples(self) -> tuple[int, ...]:
+        """The index in the model of the block that stands for each kind."""
+        last = {self.order[index]: index for index in self.kept}
+        return tuple(last[kind] for kind in range(len(last)))
+
+    def name(self, name: str) -> str | None:
+        """Return the name that a module or tensor has in the model that is cut, or None."""
+        if not self.prefix or not name.startswith(f"{self.prefix}."):
+            return name
+        number, dot, rest = name[len(self.prefix) + 1 :].partition(".")
+        if not number.isdecimal() or int(number) not in self.kept:
+            return None if number.isdecimal() else name
+        return f"{self.prefix}.{self.kept.index(int(number))}{dot}{rest}"
+
+    def dropped(self, model: nn.Module) -> list[nn.Module]:
+        """Return the blocks that are left out."""
+        blocks = [*model.get_submodule(self.prefix).children()] if self.prefix else []
+        return [block for index, block in enumerate(blocks) if index not in self.kept]
+
+    def applied(self, copied: nn.Module) -> nn.Module:
+        """Take the blocks that are left out, which are empty, from the list of a copy."""
+        if self.prefix:
+            blocks = copied.get_submodule(self.prefix)
+            assert isinstance(blocks, nn.ModuleList)
+            parent, _, key = self.prefix.rpartition(".")
+            setattr(copied.get_submodule(parent), key, nn.ModuleList(blocks[index] for index in self.kept))
+        return copied
+
+
+def cut_of(model: nn.Module, plan: Plan, *, least: int = 2) -> Cut:
+    """Find which blocks stand for all: `least` of them at least."""
+    blocks = plan.blocks
+    if blocks is None or len(plan.mesh.pipeline_axes) > 1:
+        return Cut()
+    every = model.get_submodule(blocks.prefix)
+    recomputed = frozenset(modules_to_recompute(model, plan.step.recompute))
+    numbers: dict[Hashable, int] = {}
+    own = _by_block(plan, blocks.prefix)
+    order = tuple(
+        numbers.setdefault(
+            _signature(block, f"{blocks.prefix}.{index}", index, own.get(index, ()), recomputed), len(numbers)
+        )
+        for index, block in enumerate(every.children())
+    )
+    first = [order.index(kind) for kind in range(len(numbers))]
+    kept = range(first[-1] + 1) if first[-1] < _MOST_KEPT else first
+    if len(kept) < least:
+        kept = range(min(least, len(order)))
+    return Cut(blocks.prefix, order, tuple(kept))
+
+
+def _by_block(plan: Plan, prefix: str) -> dict[int, list[tuple[Hashable, ...]]]:
+    """Return what the plan says of each block's tensors and borders."""
+    found: dict[int, list[tuple[Hashable, ...]]] = {}
+
+    def add(name: str, *facts: Hashable) -> None:
+        number, _, rest = name[len(prefix) + 1 :].partition(".")
+        if name.startswith(f"{prefix}.") and number.isdecimal():
+            found.setdefault(int(number), []).append((rest, *facts))
+
+    for row in plan.rows:
+        add(row.name, row.form, row.kind, row.requires_grad)
+    for border in plan.borders:
+        add(border.module, border.side, border.layout)
+    return found
+
+
+def _signature(
+    block: nn.Module, name: str, index: int, facts: Collection[tuple[Hashable, ...]], recomputed: Collection[str]
+) -> Hashable:
+    modules = tuple(
+        (child, type(module), f"{name}.{child}".rstrip(".") in recomputed, _settings(module, index))
+        for child, module in block.named_modules()
+    )
+    return modules, tuple(facts)
+
+
+def _settings(module: nn.Module, index: int) -> tuple[tuple[str, Hashable], ...]:
+    """Return the numbers and words of a module, without the number of its block."""
+    plain = ((key, value) for key, value in vars(module).items() if isinstance(value, bool | int | float | str | None))
+    return tuple((key, value) for key, value in plain if not (_is_number(key) and value in (index, index + 1)))
+
+
+def _is_number(key: str) -> bool:
+    return any(part in key for part in ("idx", "index", "layer", "block", "number"))
+
+
+def record_work(model: nn.Module, plan: Plan, example: Any, cut: Cut | None = None) -> Work:
+    """Record one pass of a plan's model on the rank with the largest shards.
+
+    Args:
+        model: the single-device model of the plan; its tensors have no part in it.
+        plan: its plan, on any mesh. The model axes and those of experts count, and of the transforms those that change
+            ops: precision, recomputation, float8, the experts' capacity.
+        example: the microbatch of one data rank.
+        cut: the blocks that stand for all; by default `cut_of(model, plan)`.
+
+    Raises:
+        PlanError: the model is sharded, its forward does not take the example or depends on values of tensors.
+    """
+    refuse_sharded(model)
+    given = arguments_of(model, example)
+    cut = cut_of(model, plan) if cut is None else cut
+    restricted = _restricted(model, plan, cut)
+    with fake_world(restricted, "cpu") as mesh:
+        fake = cut.applied(fake_copy(model, "cpu", without=cut.dropped(model)))
+        args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: fake_like(t, "cpu"), given)
+        apply_plan(fake, restricted, mesh, check=False)
+        run_step(fake, args, kwargs)
+        partial = partial_gradients(fake)
+        meter = _Meter(cut)
+        with record_collectives(fake, mesh=mesh, watch=meter.see) as log, no_sync(fake):
+            meter.log = log
+            for parameter in fake.parameters():
+                parameter.grad = None
+            roots = fake_run.roots_of(fake(*args, **kwargs))
+            if roots:
+                torch.autograd.backward(roots, [torch.ones_like(t) for t in roots])
+            meter.close()
+    kinds = tuple(meter.part(str(cut.kept.index(index))) for index in cut.examples)
+    names = {cut.name(row.name) or row.name: row.name for row in plan.rows}
+    return Work(
+        before=meter.part("before"),
+        after=meter.part("after"),
+        kinds=kinds,
+        order=cut.order,
+        partial=tuple((names.get(name, name), axes) for name, axes in partial.items() if axes),
+        boundary=meter.boundary,
+        start=log.start_bytes,
+        rows=rows_of(example),
+        tokens=_tokens(given),
+    )
+
+
+class ModelSource:
+    """Records the work of a plan's model, which it holds weakly: a plan does not keep a model alive.
+
+    A copy of it, as in a pickled plan, has no model.
+    """
+
+    def __init__(self, model: nn.Module | None = None) -> None:
+        self._model = weakref.ref(model) if model is not None else None
+
+    def __call__(self, plan: Plan, example: Any) -> tuple[Work, tuple[int, ...]]:
+        """Return the record, and the index of the block that stands for each kind.
+
+        Raises:
+            PlanError: the model is gone or sharded, or cannot run without values.
+        """
+        model = self._model() if self._model is not None else None
+        if model is None:
+            raise PlanError("The model of this plan is gone. Keep it, or make the plan again with sl.plan(model, ...).")
+        if axes := plan.mesh.pipeline_axes:
+            count, total = plan.step.microbatches or 2 * plan.mesh.only(axes).world_size, rows_of(example)
+            example = split(example, microbatch_sizes(total, min(count, total)))[0]
+        cut = cut_of(model, plan)
+        return record_work(model, plan, example, cut), cut.examples
+
+    def __deepcopy__(self, _memo: Any) -> ModelSource:
+        return self
+
+    def __reduce__(self) -> Any:
+        return ModelSource, ()
+
+
+def _tokens(given: Any) -> int:
+    """Return the elements of the first tensor of integers with rows and positions."""
+    ids = (
+        t for t in pytree.tree_leaves(given) if isinstance(t, torch.Tensor) and t.dtype == torch.int64 and t.ndim == 2
+    )
+    return next((t.numel() for t in ids), 0)
+
+
+def _restricted(model: nn.Module, plan: Plan, cut: Cut) -> Plan:
+    """Return the plan of the cut model on the axes that change ops."""
+    axes = (*plan.mesh.model_axes, *plan.mesh.expert_axes)
+    mesh = plan.mesh.only(axes) if axes else MeshShape("dp=1")
+    recompute = modules_to_recompute(model, plan.step.recompute)
+    borders = ((border, cut.name(border.module)) for border in plan.borders)
+    return plan.replace(
+        mesh=mesh,
+        rows=tuple(_row(row, cut) for row in plan.rows if cut.name(row.name) is not None),
+        borders=tuple(dataclasses.replace(border, module=name) for border, name in borders if name is not None),
+        rules=None,
+        blocks=None,
+        report=None,
+        units=_renamed(plan.units, cut),
+        repeated=_renamed(plan.repeated, cut),
+        stages=(),
+        step=plan.step.replace(
+            accumulate=1,
+            schedule="",
+            microbatches=0,
+            overlap=False,
+            scaler=None,
+            recompute=tuple(f"^{name}" for name in _renamed(recompute, cut)),
+        ),
+    )
+
+
+def _renamed(names: Sequence[str], cut: Cut) -> tuple[str, ...]:
+    return tuple(new for name in names if (new := cut.name(name)) is not None)
+
+
+def _row(row: Row, cut: Cut) -> Row:
+    """Return a row whose phases are all split as in computation, on the device."""
+    names = _renamed(row.tied, cut)
+    phases = {
+        phase: dataclasses.replace(layout.with_axes_dropped(row.added(phase)), memory="device")
+        for phase, layout in row.layouts.items()
+    }
+    return row.replace(name=names[0], tied=names, partial=(), **phases)
+
+
+@dataclass
+class _Seen:
+    """What one region has computed and kept."""
+
+    kernels: dict[tuple[str, int, int, str], int] = field(default_factory=dict)
+    collectives: list[Recorded] = field(default_factory=list)
+    left: int = 0
+    peak: int = 0
+
+    def frozen(self) -> Pass:
+        kernels = tuple(Kernel(*key, count) for key, count in self.kernels.items())
+        return Pass(kernels, tuple(self.collectives), self.left, self.peak)
+
+
+class _Meter:
+    """Divides what a recording sees into regions: before the blocks, each block, and after them; forward and backward.
+
+    Ops outside of blocks belong to "after" once a block has run in forward, and until one has in backward.
+    """
+
+    log: Recording
+
+    def __init__(self, cut: Cut) -> None:
+        self._prefix = f"{cut.prefix}." if cut.prefix else ""
+        self._found: dict[tuple[str, bool], _Seen] = {}
+        self._blocks_began = {False: not cut.prefix, True: False}
+        self._at: tuple[str, bool] | None = None
+        self._began = 0
+        self._live = 0
+        self.boundary = 0
+
+    def part(self, region: str) -> Part:
+        """Return the record of a region."""
+        forward, backward = (self._found.get((region, back), _Seen()).frozen() for back in (False, True))
+        return Part(forward, backward)
+
+    def see(self, call: Call) -> None:
+        """Note one op."""
+        module, phase = call.place()
+        backward = phase == "backward" or (phase == "outside" and any(back for _, back in self._found))
+        results = [leaf for leaf in _torch.leaves_of(call.result) if isinstance(leaf, torch.Tensor)]
+        operands = [leaf for leaf in _torch.leaves_of(call.args, call.kwargs) if isinstance(leaf, torch.Tensor)]
+        known = {id(t.untyped_storage()) for t in operands}
+        new = {id(s): s.nbytes() for s in (t.untyped_storage() for t in results) if id(s) not in known}
+        now = self.log.live.now
+        region = (self._region(module, backward), backward)
+        if region != self._at:
+            self._enter(region, now - sum(new.values()), operands)
+        seen = self._found[region]
+        seen.peak = max(seen.peak, now - self._began)
+        self._live = now
+        if call.collective is not None:
+            seen.collectives.append(call.collective)
+        elif not call.ranks and (new or not _is_view(call.op)):
+            name = str(call.op).rpartition(".")[0]
+            dtype = results[0].dtype if results else torch.uint8
+            key = (name, call.flops, _bytes(name, operands, results), str(dtype).removeprefix("torch."))
+            if key[1] or key[2]:
+                seen.kernels[key] = seen.kernels.get(key, 0) + 1
+
+    def close(self) -> None:
+        """End the last region."""
+        self._leave(self.log.live.now)
+
+    def _region(self, module: str, backward: bool) -> str:
+        if self._prefix and module.startswith(self._prefix):
+            number = module[len(self._prefix) :].partition(".")[0]
+            if number.isdecimal():
+                self._blocks_began[backward] = True
+                return number
+        return "after" if self._blocks_began[backward] != backward else "before"
+
+    def _enter(self, region: tuple[str, bool], live: int, operands: Sequence[torch.Tensor]) -> None:
+        self._leave(live)
+        self._at, self._began = region, live - self._found.get(region, _Seen()).left
+        self._found.setdefault(region, _Seen())
+        if region[0].isdecimal() and not region[1] and operands:
+            self.boundary = max(t.numel() * t.element_size() for t in operands)
+
+    def _leave(self, live: int) -> None:
+        if self._at is not None:
+            self._found[self._at].left = live - self._began
+
+
+def _is_view(op: Any) -> bool:
+    return bool(getattr(op, "is_view", False)) or str(op).startswith(("aten.detach", "aten.alias", "aten._unsafe_view"))
+
+
+def _bytes(name: str, operands: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> int:
+    """Return the bytes that an op reads and writes; a look-up reads as much of its table as it writes."""
+    if name.startswith(("aten.empty", "aten.new_empty")):
+        return 0
+    written = sum(map(_size, results))
+    read = sum(map(_size, operands[1:])) + written if name in _LOOKUPS else sum(map(_size, operands))
+    return read + written
+
+
+def _size(tensor: torch.Tensor) -> int:
+    """Return the bytes of a tensor's elements in memory; expanded ones count once."""
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
