@@ -34,6 +34,10 @@ from .layout import (
     Replicate as Replicate,
     Shard as Shard,
 )
+from .planner import (
+    BestPlans as BestPlans,
+    best_plans as best_plans,
+)
 from .rules import (
     Rules as Rules,
 )

@@ -13,7 +13,7 @@ from shardlib._plan.schedules import default_schedule, rank_of_stage
 from shardlib._plan.step import Step
 from shardlib.rules import Stage
 
-__all__ = ["Blocks", "Memory", "is_on_stage", "largest_rank", "of_ranks", "stages"]
+__all__ = ["Blocks", "Memory", "blocks_per_stage", "is_on_stage", "largest_rank", "of_ranks", "stages"]
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def stages(rows: Sequence[Row], mesh: MeshShape, blocks: Blocks | None) -> list[
     count = mesh.only(mesh.pipeline_axes).world_size if mesh.pipeline_axes else 1
     if count == 1 or blocks is None:
         return [list(rows)] * count
-    stage_of_block = [stage for stage, n in enumerate(_blocks_per_stage(blocks.count, count)) for _ in range(n)]
+    stage_of_block = [stage for stage, n in enumerate(blocks_per_stage(blocks.count, count)) for _ in range(n)]
     by_stage: list[list[Row]] = [[] for _ in range(count)]
     for row in rows:
         for stage in sorted({_stage(name, blocks, stage_of_block) for name in row.tied}):
@@ -135,10 +135,10 @@ def _stage(name: str, blocks: Blocks, stage_of_block: list[int]) -> int:
     return stage_of_block[-1] if name in blocks.after else 0
 
 
-def _blocks_per_stage(blocks: int, count: int) -> list[int]:
+def blocks_per_stage(blocks: int, count: int) -> list[int]:
     """Divide blocks as evenly as possible; the stages in the middle take the remainder first.
 
-    >>> _blocks_per_stage(126, 16)
+    >>> blocks_per_stage(126, 16)
     [7, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 7]
     """
     base, rest = divmod(blocks, count)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from shardlib._mesh_shape import MeshShape
 from shardlib._plan.buckets import gradient_buckets, units_of, unshard_buckets, update_buckets
 from shardlib._plan.cluster import Cluster
-from shardlib._plan.memory import Blocks, _blocks_per_stage
+from shardlib._plan.memory import Blocks, blocks_per_stage
 from shardlib._plan.movements import Movement, movements_of
 from shardlib._plan.report import Recorded
 from shardlib._plan.rows import Row
@@ -22,7 +22,7 @@ from shardlib._plan.step import Step
 from shardlib._plan.table import PlanTable
 from shardlib._plan.work import Work
 
-__all__ = ["Held", "Links", "Message", "PlanPart", "StageShape", "parts_of", "shapes_of"]
+__all__ = ["Held", "Links", "Message", "PlanPart", "StageShape", "parts_of", "shapes_of", "stages_of_counts"]
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def shapes_of(plan: PlanTable, work: Work) -> tuple[StageShape, ...]:
             rank = rank_of_stage(schedule, ranks, number)
             made.append(StageShape(kinds, number == 0, number == len(plan.stages) - 1, rank))
         return tuple(made)
-    return stages_of_counts(work.order, _blocks_per_stage(len(work.order), ranks), ranks, plan.step.schedule)
+    return stages_of_counts(work.order, blocks_per_stage(len(work.order), ranks), ranks, plan.step.schedule)
 
 
 def stages_of_counts(order: Sequence[int], counts: Sequence[int], ranks: int, schedule: str) -> tuple[StageShape, ...]:

@@ -401,7 +401,7 @@ def _sent(run: Pass, links: Links) -> float:
 
 @functools.lru_cache(maxsize=4096)
 def _compute(run: Pass, cluster: Cluster) -> float:
-    return sum(kernel.count * kernel_time(kernel, cluster) for kernel in run.kernels)
+    return sum(kernel_time(kernel, cluster) for kernel in run.kernels)
 
 
 def kernel_time(kernel: Kernel, cluster: Cluster) -> float:
@@ -420,7 +420,7 @@ def _peak_rate(work: Work, cluster: Cluster) -> float:
     by_dtype = Counter[str]()
     for part in (work.before, work.after, *work.kinds):
         for kernel in part.forward.kernels:
-            by_dtype[kernel.dtype] += kernel.flops * kernel.count
+            by_dtype[kernel.dtype] += kernel.flops
     products = dict(cluster.products)
     dtype = max(by_dtype, key=by_dtype.__getitem__, default="float32")
     return products[dtype].peak if dtype in products else max(rate.peak for rate in products.values())

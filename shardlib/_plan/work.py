@@ -16,21 +16,19 @@ __all__ = ["Kernel", "Part", "Pass", "Work"]
 
 @dataclass(frozen=True)
 class Kernel:
-    """Equal ops of a pass.
+    """One op of a pass.
 
     Attributes:
         op: its name, as in "aten.mm".
-        flops: floating-point operations of one call, of matrix products, convolutions and attention.
-        bytes: bytes that one call reads and writes.
+        flops: floating-point operations of matrix products, convolutions and attention.
+        bytes: bytes that it reads and writes.
         dtype: the name of the dtype of its result.
-        count: the number of calls.
     """
 
     op: str
     flops: int
     bytes: int
     dtype: str
-    count: int = 1
 
 
 @dataclass(frozen=True)
@@ -38,7 +36,7 @@ class Pass:
     """Forward or backward of a part of a model.
 
     Attributes:
-        kernels: the ops, in the order of their first call.
+        kernels: the ops, in order.
         collectives: of activations, in order. Those of parameters and gradients are movements of the plan.
         left: bytes alive at the end that were not at the beginning; negative where more is freed.
         peak: the most bytes alive at one time, beyond those at the beginning.
@@ -51,7 +49,7 @@ class Pass:
 
     @property
     def flops(self) -> int:
-        return sum(each.flops * each.count for each in self.kernels)
+        return sum(each.flops for each in self.kernels)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -137,7 +137,13 @@ def _is_number(key: str) -> bool:
     return any(part in key for part in ("idx", "index", "layer", "block", "number"))
 
 
-def record_work(model: nn.Module, plan: Plan, example: Any, cut: Cut | None = None) -> Work:
+def record_work(
+    model: nn.Module,
+    plan: Plan,
+    example: Any,
+    cut: Cut | None = None,
+    partial: Mapping[str, tuple[str, ...]] | None = None,
+) -> Work:
     """Record one pass of a plan's model on the rank with the largest shards.
 
     Args:
@@ -146,6 +152,8 @@ def record_work(model: nn.Module, plan: Plan, example: Any, cut: Cut | None = No
             ops: precision, recomputation, float8, the experts' capacity.
         example: the microbatch of one data rank.
         cut: the blocks that stand for all; by default `cut_of(model, plan)`.
+        partial: the model axes over which gradients are partial sums, where an earlier record has found them: one pass
+            then runs in place of two.
 
     Raises:
         PlanError: the model is sharded, its forward does not take the example or depends on values of tensors.
@@ -158,8 +166,9 @@ def record_work(model: nn.Module, plan: Plan, example: Any, cut: Cut | None = No
         fake = cut.applied(fake_copy(model, "cpu", without=cut.dropped(model)))
         args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: fake_like(t, "cpu"), given)
         apply_plan(fake, restricted, mesh, check=False)
-        run_step(fake, args, kwargs)
-        partial = partial_gradients(fake)
+        if partial is None:  # a pass that reduces gradients finds it
+            run_step(fake, args, kwargs)
+            partial = partial_gradients(fake)
         meter = _Meter(cut)
         with record_collectives(fake, mesh=mesh, watch=meter.see) as log, no_sync(fake):
             meter.log = log
@@ -268,14 +277,13 @@ def _row(row: Row, cut: Cut) -> Row:
 class _Seen:
     """What one region has computed and kept."""
 
-    kernels: dict[tuple[str, int, int, str], int] = field(default_factory=dict)
+    kernels: list[Kernel] = field(default_factory=list)
     collectives: list[Recorded] = field(default_factory=list)
     left: int = 0
     peak: int = 0
 
     def frozen(self) -> Pass:
-        kernels = tuple(Kernel(*key, count) for key, count in self.kernels.items())
-        return Pass(kernels, tuple(self.collectives), self.left, self.peak)
+        return Pass(tuple(self.kernels), tuple(self.collectives), self.left, self.peak)
 
 
 class _Meter:
@@ -317,12 +325,12 @@ class _Meter:
         self._live = now
         if call.collective is not None:
             seen.collectives.append(call.collective)
-        elif not call.ranks and (new or not _is_view(call.op)):
+        elif results and not call.ranks and (new or not _is_view(call.op)):
             name = str(call.op).rpartition(".")[0]
-            dtype = results[0].dtype if results else torch.uint8
-            key = (name, call.flops, _bytes(name, operands, results), str(dtype).removeprefix("torch."))
-            if key[1] or key[2]:
-                seen.kernels[key] = seen.kernels.get(key, 0) + 1
+            dtype = str(results[0].dtype).removeprefix("torch.")
+            kernel = Kernel(name, call.flops, _bytes(name, operands, results), dtype)
+            if kernel.flops or kernel.bytes:
+                seen.kernels.append(kernel)
 
     def close(self) -> None:
         """End the last region."""

@@ -30,6 +30,7 @@ ROOMS = [
     ("_plan",),
     ("transforms",),
     ("engine",),
+    ("planner",),
     ("optim",),
     ("checkpoint",),
     ("weights",),
