@@ -257,11 +257,25 @@ class _Space:
         old, new = self.dim_at(here, dim), self.dim_at(there, dim)
         assert old is not None and new is not None, "positions of a layout, and granted ones, are a dim"
         own = [axis for axis in axes if axis in old.axes + new.axes]
+        if len(old.factors) == len(new.factors) == 1:
+            (a, b), (c, d) = (self._ranges(each.axes, self.global_shape[dim], axes) for each in (old, new))
+            return np.maximum(np.minimum(b, d) - np.maximum(a, c), 0)
         counts = [
             _common(*(dim_slices(d, self.global_shape[dim], self.mesh, coordinate) for d in (old, new)))
             for coordinate in self._coordinates(own)
         ]
         return np.array(counts).reshape([self.mesh[axis] if axis in own else 1 for axis in axes])
+
+    def _ranges(self, split: Sequence[str], size: int, axes: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """Return start and stop of the interval of a dim that the ranks hold, over the coordinates of `axes`, where
+        `split` divides it, outermost first, in chunks as torch.chunk makes them."""
+        start, stop = np.zeros([1] * len(axes), np.int64), np.full([1] * len(axes), size, np.int64)
+        for axis in split:
+            count = self.mesh[axis]
+            index = np.arange(count).reshape([count if each == axis else 1 for each in axes])
+            chunk = -(-(stop - start) // count)
+            start, stop = np.minimum(start + index * chunk, stop), np.minimum(start + (index + 1) * chunk, stop)
+        return start, stop
 
     def _coordinates(self, axes: Sequence[str]) -> Iterator[dict[str, int]]:
         for index in product(*(range(self.mesh[axis]) for axis in axes)):
