@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +113,7 @@ class Cluster:
         return known[name]
 
     @classmethod
-    def of(cls, given: Cluster | str | Path) -> Cluster:
+    def of(cls, given: Cluster | str | PathLike[str]) -> Cluster:
         """Return a cluster as it is, by the name of a preset, or from a file, whose name ends in .toml.
 
         Raises:
@@ -123,12 +124,12 @@ class Cluster:
         """
         if isinstance(given, Cluster):
             return given
-        if not isinstance(given, str | Path):
+        if not isinstance(given, str | PathLike):
             raise PlanError(
                 f'A cluster was given as {type(given).__name__}; give a Cluster, the name of a preset such as "h100", '
                 "or the path of a cluster file."
             )
-        return cls.load(given) if str(given).endswith(".toml") else cls.preset(str(given))
+        return cls.load(Path(given)) if str(given).endswith(".toml") else cls.preset(str(given))
 
     @classmethod
     def presets(cls) -> dict[str, str]:

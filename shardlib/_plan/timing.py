@@ -108,7 +108,13 @@ def _shown(seconds: float) -> str:
 
 
 def time_of(
-    plan: PlanTable, work: Work, cluster: Cluster, examples: Sequence[int], *, state_tensors: int = 2
+    plan: PlanTable,
+    work: Work,
+    cluster: Cluster,
+    examples: Sequence[int],
+    *,
+    state_tensors: int = 2,
+    compiled: bool = False,
 ) -> StepTime:
     """Return the predicted time of a step of a plan.
 
@@ -118,9 +124,10 @@ def time_of(
         cluster: the machines.
         examples: the index of the block in the plan's rows that stands for each kind.
         state_tensors: tensors of optimizer state for each parameter.
+        compiled: whether ops that follow each other are fused.
     """
     parts = parts_of(plan, work, examples, state_tensors=state_tensors)
-    return price(plan, work, cluster, parts, shapes_of(plan, work))
+    return price(plan, work, cluster, parts, shapes_of(plan, work), compiled=compiled)
 
 
 # --- one pass ---------------------------------------------------------------------------------------------------------
@@ -224,14 +231,19 @@ def price(
     cluster: Cluster,
     parts: tuple[PlanPart, PlanPart, tuple[PlanPart, ...]],
     shapes: Sequence[StageShape],
+    *,
+    compiled: bool = False,
 ) -> StepTime:
     """Return the time of a step, given the parts of a plan and its stages."""
     links = Links(cluster, plan.mesh)
     before, after, kinds = parts
     times = (
-        _times("before", work.before, before, cluster, links),
-        _times("after", work.after, after, cluster, links),
-        tuple(_times("block", mine, its, cluster, links) for mine, its in zip(work.kinds, kinds, strict=True)),
+        _times("before", work.before, before, cluster, links, compiled=compiled),
+        _times("after", work.after, after, cluster, links, compiled=compiled),
+        tuple(
+            _times("block", mine, its, cluster, links, compiled=compiled)
+            for mine, its in zip(work.kinds, kinds, strict=True)
+        ),
     )
     known: dict[tuple[object, ...], _Stage] = {}
     stages = []
@@ -379,11 +391,11 @@ def _stage(
     return _Stage(shape, first, forward, backward, last, sent, copied, stepped)
 
 
-def _times(name: str, work: Part, part: PlanPart, cluster: Cluster, links: Links) -> _Times:
+def _times(name: str, work: Part, part: PlanPart, cluster: Cluster, links: Links, *, compiled: bool) -> _Times:
     return _Times(
         name,
-        _compute(work.forward, cluster),
-        _compute(work.backward, cluster),
+        _compute(work.forward.fused if compiled else work.forward.kernels, cluster),
+        _compute(work.backward.fused if compiled else work.backward.kernels, cluster),
         (_sent(work.forward, links), _sent(work.backward, links)),
         _seconds(part.forward, links),
         _seconds(part.backward, links),
@@ -400,8 +412,8 @@ def _sent(run: Pass, links: Links) -> float:
 
 
 @functools.lru_cache(maxsize=4096)
-def _compute(run: Pass, cluster: Cluster) -> float:
-    return sum(kernel_time(kernel, cluster) for kernel in run.kernels)
+def _compute(kernels: tuple[Kernel, ...], cluster: Cluster) -> float:
+    return sum(kernel_time(kernel, cluster) for kernel in kernels)
 
 
 def kernel_time(kernel: Kernel, cluster: Cluster) -> float:

@@ -156,7 +156,14 @@ class Plan(PlanTable):
             node=node,
         )  # fmt: skip
 
-    def time(self, cluster: Cluster | str, *, example: Any, state_tensors: int = 2) -> StepTime:
+    def time(
+        self,
+        cluster: Cluster | str | PathLike[str],
+        *,
+        example: Any = None,
+        state_tensors: int = 2,
+        compiled: bool = False,
+    ) -> StepTime:
         """Predict the time of a training step on a cluster, and the most memory that a device holds in it.
 
         One block of each kind runs on fake tensors. Each op takes as long as its operations or its bytes need at the
@@ -168,6 +175,8 @@ class Plan(PlanTable):
             example: what one call of the model, or of `pipeline_step`, is given on one data rank: a tuple of arguments,
                 a mapping of keyword arguments or one tensor. Values do not matter; tensors may be on `meta`.
             state_tensors: tensors of optimizer state for each parameter: 2 for Adam, 1 for SGD with momentum.
+            compiled: whether ops without products that follow each other run as one kernel, as `torch.compile` makes
+                them. Memory is that of eager ops.
 
         Raises:
             PlanError: no example; the plan was read from JSON, or its model is gone or sharded; the model cannot run
@@ -190,7 +199,7 @@ class Plan(PlanTable):
                 "sl.plan(model, mesh, rules)."
             )
         work, examples = self.source(self, example)
-        return time_of(self, work, Cluster.of(cluster), examples, state_tensors=state_tensors)
+        return time_of(self, work, Cluster.of(cluster), examples, state_tensors=state_tensors, compiled=compiled)
 
     def to_json(self) -> str:
         """Serialize the plan as JSON with a stable format: one row a line, keys in a fixed order, for readable diffs of

@@ -37,12 +37,15 @@ class Pass:
 
     Attributes:
         kernels: the ops, in order.
+        fused: the same where ops without products that follow each other are one kernel, as a compiler makes them: it
+            reads what other kernels wrote, and writes what is still alive after it.
         collectives: of activations, in order. Those of parameters and gradients are movements of the plan.
         left: bytes alive at the end that were not at the beginning; negative where more is freed.
         peak: the most bytes alive at one time, beyond those at the beginning.
     """
 
     kernels: tuple[Kernel, ...] = ()
+    fused: tuple[Kernel, ...] = ()
     collectives: tuple[Recorded, ...] = ()
     left: int = 0
     peak: int = 0

@@ -31,6 +31,9 @@ from shardlib.errors import PlanError
 __all__ = ["Cut", "ModelSource", "cut_of", "record_work"]
 
 _MOST_KEPT = 8
+_WAITS = ("_c10d_functional", "c10d", "_dtensor")
+# They are no part of a fused kernel.
+_ALONE = ("aten.cat", "aten.embedding", "aten.index_put", "aten.scatter", "aten.sort", "aten.topk", "aten.cumsum")
 # They read some rows of their first operand.
 _LOOKUPS = ("aten.embedding", "aten.index_select", "aten.gather", "aten.index")
 
@@ -278,12 +281,39 @@ class _Seen:
     """What one region has computed and kept."""
 
     kernels: list[Kernel] = field(default_factory=list)
+    fused: list[Kernel] = field(default_factory=list)
     collectives: list[Recorded] = field(default_factory=list)
     left: int = 0
     peak: int = 0
 
     def frozen(self) -> Pass:
-        return Pass(tuple(self.kernels), tuple(self.collectives), self.left, self.peak)
+        return Pass(tuple(self.kernels), tuple(self.fused), tuple(self.collectives), self.left, self.peak)
+
+
+class _Fusion:
+    """Ops that follow each other, as one kernel in the list `into`."""
+
+    def __init__(self, into: list[Kernel]) -> None:
+        self.into = into
+        self._read: dict[int, int] = {}
+        self._made: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self._dtype = ""
+
+    def add(self, kernel: Kernel, operands: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> None:
+        """Add an op."""
+        for tensor in operands:
+            storage = tensor.untyped_storage()
+            if id(storage) not in self._made:
+                self._read[id(storage)] = max(self._read.get(id(storage), 0), _size(tensor))
+        for tensor in results:
+            storage = tensor.untyped_storage()
+            self._made[id(storage)] = weakref.ref(storage), _size(tensor)
+        self._dtype = kernel.dtype
+
+    def end(self) -> None:
+        """Write the kernel: its results that nothing has freed are written to memory."""
+        written = sum(size for storage, size in self._made.values() if storage() is not None)
+        self.into.append(Kernel("fused", 0, sum(self._read.values()) + written, self._dtype))
 
 
 class _Meter:
@@ -300,7 +330,7 @@ class _Meter:
         self._blocks_began = {False: not cut.prefix, True: False}
         self._at: tuple[str, bool] | None = None
         self._began = 0
-        self._live = 0
+        self._fusion: _Fusion | None = None
         self.boundary = 0
 
     def part(self, region: str) -> Part:
@@ -322,18 +352,38 @@ class _Meter:
             self._enter(region, now - sum(new.values()), operands)
         seen = self._found[region]
         seen.peak = max(seen.peak, now - self._began)
-        self._live = now
         if call.collective is not None:
             seen.collectives.append(call.collective)
-        elif results and not call.ranks and (new or not _is_view(call.op)):
+            self._end_fusion()
+        elif results and not call.ranks and not str(call.op).startswith(_WAITS) and (new or not _is_view(call.op)):
             name = str(call.op).rpartition(".")[0]
             dtype = str(results[0].dtype).removeprefix("torch.")
             kernel = Kernel(name, call.flops, _bytes(name, operands, results), dtype)
             if kernel.flops or kernel.bytes:
                 seen.kernels.append(kernel)
+                self._fuse(seen, kernel, operands, results)
+
+    def _fuse(
+        self, seen: _Seen, kernel: Kernel, operands: Sequence[torch.Tensor], results: Sequence[torch.Tensor]
+    ) -> None:
+        """Add an op to the kernel that a compiler would make of it and those before it."""
+        if kernel.flops or kernel.op in _LOOKUPS or kernel.op.startswith(_ALONE):
+            self._end_fusion()
+            seen.fused.append(kernel)
+            return
+        if self._fusion is None or self._fusion.into is not seen.fused:
+            self._end_fusion()
+            self._fusion = _Fusion(seen.fused)
+        self._fusion.add(kernel, operands, results)
+
+    def _end_fusion(self) -> None:
+        if self._fusion is not None:
+            self._fusion.end()
+            self._fusion = None
 
     def close(self) -> None:
         """End the last region."""
+        self._end_fusion()
         self._leave(self.log.live.now)
 
     def _region(self, module: str, backward: bool) -> str:

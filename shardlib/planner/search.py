@@ -45,6 +45,7 @@ def best_plans(
     axes: MeshLike | None = None,
     margin: float = _MARGIN,
     state_tensors: int = 2,
+    compiled: bool = False,
 ) -> BestPlans:
     """Find the fastest plans for a model on a cluster: the mesh, the mode of the rules, the ZeRO stage, recomputation,
     microbatches and the schedule of a pipeline.
@@ -68,16 +69,21 @@ def best_plans(
         axes: sizes that are wanted, such as "tp=8,pp=16"; the others are chosen.
         margin: the part of the memory that is left free, for fragmentation and what other libraries take.
         state_tensors: tensors of optimizer state for each parameter: 2 for Adam, 1 for SGD with momentum.
+        compiled: whether ops without products that follow each other run as one kernel, as `torch.compile` makes them.
 
     Raises:
         PlanError: no example, numbers that are not positive, a world or a batch that cannot be divided as asked, or no
             plan fits: the message has the one that is closest and what it lacks.
 
-    >>> from shardlib.layouts import load
-    >>> with torch.device("meta"):
-    ...     mlp = nn.ModuleDict({"h": nn.ModuleList(nn.Linear(4096, 4096) for _ in range(4))})
-    >>> mlp.forward = lambda x: mlp.h[3](mlp.h[2](mlp.h[1](mlp.h[0](x))))
-    >>> found = best_plans(mlp, "h100", world=8, batch=65536, example=torch.empty(1, 4096), rules={"**": None})
+    >>> class Mlp(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.blocks = nn.ModuleList(nn.Linear(4096, 4096) for _ in range(4))
+    ...     def forward(self, x):
+    ...         for block in self.blocks:
+    ...             x = block(x).relu()
+    ...         return x
+    >>> found = best_plans(Mlp(), "h100", world=8, batch=65536, example=torch.empty(1, 4096), rules={"**": None})
     >>> str(found[0].mesh), found[0].time.seconds <= found[-1].time.seconds
     ('dp=8', True)
     """
@@ -89,7 +95,7 @@ def best_plans(
     given = _example(model, example, seq)
     base = _base(machines, model) if transforms is None else _listed(transforms)
     own = layouts.for_model(model) if rules is None else as_rules(rules)
-    space = Space(model, own, machines, given, base, state_tensors)
+    space = Space(model, own, machines, given, base, state_tensors, compiled=compiled)
     search = _Search(space, world, batch, budget, dict(MeshShape.of(axes).items()) if axes is not None else {})
     search.run()
     if not search.fitting:

@@ -71,6 +71,7 @@ class Space:
         example: the inputs of one example or of several: dim 0 of its tensors is that of examples.
         base: transforms that every candidate has.
         state_tensors: tensors of optimizer state for each parameter.
+        compiled: whether ops that follow each other are fused.
     """
 
     def __init__(
@@ -81,7 +82,10 @@ class Space:
         example: Any,
         base: Sequence[Transform],
         state_tensors: int,
+        *,
+        compiled: bool = False,
     ) -> None:
+        self.compiled = compiled
         self.rules, self.cluster, self.base, self.state_tensors = rules, cluster, tuple(base), state_tensors
         self.example = example
         self.known: dict[Any, Any] = {}
@@ -147,7 +151,7 @@ class Space:
 
     def price(self, plan: Plan, work: Work, parts: Parts, shapes: Sequence[StageShape]) -> StepTime:
         """Return the time of a step."""
-        return price(plan, work, self.cluster, parts, shapes)
+        return price(plan, work, self.cluster, parts, shapes, compiled=self.compiled)
 
 
 def _tokens(example: Any) -> int:
@@ -198,11 +202,14 @@ def _part(one: Part, two: Part, rows: int) -> Part:
 
 
 def _pass(one: Pass, two: Pass, rows: int) -> Pass:
-    kernels = tuple(_kernel(a, b, rows) for a, b in zip(one.kernels, two.kernels, strict=True))
+    kernels, fused = (
+        tuple(_kernel(a, b, rows) for a, b in zip(some, others, strict=True))
+        for some, others in ((one.kernels, two.kernels), (one.fused, two.fused))
+    )
     collectives = tuple(
         replace(a, bytes=_line(a.bytes, b.bytes, rows)) for a, b in zip(one.collectives, two.collectives, strict=True)
     )
-    return Pass(kernels, collectives, _line(one.left, two.left, rows), max(_line(one.peak, two.peak, rows), 0))
+    return Pass(kernels, fused, collectives, _line(one.left, two.left, rows), max(_line(one.peak, two.peak, rows), 0))
 
 
 def _kernel(one: Kernel, two: Kernel, rows: int) -> Kernel:
