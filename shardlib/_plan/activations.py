@@ -7,12 +7,14 @@ and the buffers of communication libraries.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from shardlib._plan.parts import PlanPart, StageShape
 from shardlib._plan.readable import human_bytes
-from shardlib._plan.schedules import default_schedule, in_flight, order, splits_backward
+from shardlib._plan.schedules import Action, default_schedule, order, splits_backward
 from shardlib._plan.table import PlanTable
 from shardlib._plan.work import Part, Work
 
@@ -59,22 +61,33 @@ def peak_of(
 ) -> Peak:
     """Return the peak of the rank that holds most."""
     ranks = 1 + max(shape.rank for shape in shapes)
-    flying = [1] * ranks
-    if len(shapes) > 1:
-        schedule = plan.step.schedule or default_schedule(ranks, len(shapes))
-        count = plan.step.microbatches or 2 * ranks
-        few = count if schedule == "gpipe" else min(count, 4 * ranks)
-        if few % ranks and schedule.startswith("interleaved"):
-            few = max(few - few % ranks, ranks)
-        flying = [in_flight(actions) for actions in order(schedule, ranks, len(shapes), few)]
-    several = plan.step.accumulate > 1 or (len(shapes) > 1 and plan.step.microbatches != 1)
     keeps = splits_backward(plan.step.schedule)
+    orders: Sequence[Sequence[Action]]
+    if len(shapes) > 1:
+        orders = order(_schedule(plan, shapes), ranks, len(shapes), _microbatches(plan, shapes))
+    else:
+        once = (Action("F", 0, 0), Action("B", 0, 0))
+        orders = (once * min(plan.step.accumulate, 2),)
+    limit = plan.step.bucket_bytes
+    profiles = {shape: _profile(_pairs(shape, work, parts), limit) for shape in {*shapes}}
     found = []
     for rank in range(ranks):
-        own = [shape for shape in shapes if shape.rank == rank]
-        pairs = [pair for shape in own for pair in _pairs(shape, work, parts)]
-        found.append(_peak(pairs, flying[rank] / len(own), accumulates=several, keeps=keeps))
+        own = {number: profiles[shape] for number, shape in enumerate(shapes) if shape.rank == rank}
+        pairs = [pair for number in own for pair in _pairs(shapes[number], work, parts)]
+        found.append(_replay(orders[rank], own, [part for _, part in pairs], limit, keeps=keeps))
     return max(found, key=lambda peak: peak.total)
+
+
+def _schedule(plan: PlanTable, shapes: Sequence[StageShape]) -> str:
+    ranks = 1 + max(shape.rank for shape in shapes)
+    return plan.step.schedule or default_schedule(ranks, len(shapes))
+
+
+def _microbatches(plan: PlanTable, shapes: Sequence[StageShape]) -> int:
+    """Return so many microbatches that more hold no more memory."""
+    ranks = 1 + max(shape.rank for shape in shapes)
+    count, schedule = plan.step.microbatches or 2 * ranks, _schedule(plan, shapes)
+    return count if schedule == "gpipe" or count <= 4 * ranks else 4 * ranks + count % ranks
 
 
 def _pairs(
@@ -85,36 +98,126 @@ def _pairs(
     return made + ([(work.after, parts[1])] if shape.after else [])
 
 
-def _peak(pairs: Sequence[tuple[Part, PlanPart]], flying: float, *, accumulates: bool, keeps: bool) -> Peak:
-    """Replay one rank.
+class _Moment(NamedTuple):
+    """Bytes at one time: of gradients, of activations, and of full gradients that are being reduced to shards."""
+
+    gradients: float = 0
+    activations: float = 0
+    transfer: float = 0
+
+    @property
+    def total(self) -> float:
+        return self.gradients + self.activations + self.transfer
+
+
+class _Profile(NamedTuple):
+    """A stage: what a forward keeps, the most in it, all gradients; and the most in a backward, relative to what is
+    kept: in the first one of a step, in later ones, in the last one, and in one that is both."""
+
+    left: int
+    forward: int
+    whole: int
+    first: _Moment
+    later: _Moment
+    last: _Moment
+    only: _Moment
+
+
+def _profile(pairs: Sequence[tuple[Part, PlanPart]], limit: int) -> _Profile:
+    left = most = 0
+    for work, _ in pairs:
+        most = max(most, left + work.forward.peak)
+        left += work.forward.left
+    every_pass = any(part.every_pass for _, part in pairs)
+    return _Profile(
+        left,
+        most,
+        sum(part.held.gradients for _, part in pairs),
+        _backward(pairs, limit, first=True, reduces=every_pass),
+        _backward(pairs, limit, first=False, reduces=every_pass),
+        _backward(pairs, limit, first=False, reduces=True),
+        _backward(pairs, limit, first=True, reduces=True),
+    )
+
+
+def _backward(pairs: Sequence[tuple[Part, PlanPart]], limit: int, *, first: bool, reduces: bool) -> _Moment:
+    """Return the moment of a backward that holds most. Buckets are pending until their workspace reaches the limit."""
+    active = 0.0
+    gradients = 0.0 if first else float(sum(part.held.gradients for _, part in pairs))
+    workspace = sent = 0.0
+    moments = []
+    for work, part in reversed(pairs):
+        moments.append(_Moment(gradients, active + work.backward.peak, sent))
+        active += work.backward.left - part.held.made
+        # Shards that a later pass makes are added to the earlier ones when it ends.
+        gradients += part.held.gradients if first or (reduces and part.every_pass) else 0
+        if reduces and part.held.sent:
+            workspace, sent = workspace + sum(part.held.reduced), sent + part.held.sent
+            if workspace > (most := max(limit, *part.held.reduced, 1)):
+                workspace, sent = most, sent * most / workspace
+    moments.append(_Moment(gradients, active, sent))
+    return max(moments, key=lambda moment: moment.total)
+
+
+def _replay(
+    actions: Sequence[Action], stages: Mapping[int, _Profile], parts: Sequence[PlanPart], limit: int, *, keeps: bool
+) -> Peak:
+    """Replay the actions of a rank.
 
     Args:
-        pairs: its parts, in the order of forward.
-        flying: the microbatches whose activations it holds, of all its stages.
-        accumulates: whether gradients of an earlier pass exist.
+        actions: in its order.
+        stages: the profiles of its stages, by number.
+        parts: the parts of all its stages.
+        limit: workspace bytes of buckets that are pending together.
         keeps: whether unsharded parameters stay until the end of a step.
     """
-    held = [part.held for _, part in pairs]
-    parameters, state, buffers = (
-        sum(getattr(one, name) for one in held) for name in ("parameters", "state", "buffers")
-    )
-    whole = sum(one.gradients for one in held)
-    turns = [one.unsharded for (_, part), one in zip(pairs, held, strict=True) if part.resharded and not keeps]
+    held = [part.held for part in parts]
+    turns = [part.held.unsharded for part in parts if part.resharded and not keeps]
     unsharded = sum(one.unsharded for one in held) - sum(turns) + sum(sorted(turns)[-2:])
-    in_transfer = max((one.reduced for one in held), default=0)
-    one_pass = sum(work.forward.left for work, _ in pairs)
-    active = (flying - 1) * one_pass
-    gradients = whole if accumulates else 0
-    moments = [(gradients, active, unsharded)]
-    for work, _ in pairs:
-        moments.append((gradients, active + work.forward.peak, unsharded))
-        active += work.forward.left
-    for work, part in reversed(pairs):
-        moments.append((gradients, active + work.backward.peak, unsharded + in_transfer))
-        active += work.backward.left - part.held.made
-        gradients += 0 if accumulates else part.held.gradients
-    moments.append((whole, 0.0, sum(one.updated for one in held)))
-    most = max(moments, key=sum)
+    count = Counter(action.stage for action in actions if action.kind in "BW")
+    done: Counter[int] = Counter()
+    active = 0.0
+    made = 0.0  # gradients of stages that have had a backward
+    moments: list[_Moment] = []
+    for kind, number, _ in actions:
+        one = stages[number]
+        if kind == "F":
+            moments.append(_Moment(made, active + one.forward))
+            active += one.left
+            continue
+        first, last = done[number] == 0, done[number] == count[number] - 1
+        at = (one.only if last else one.first) if first else (one.last if last else one.later)
+        others = made - (0 if first else one.whole)
+        moments.append(_Moment(others + at.gradients, active + at.activations, at.transfer))
+        if kind != "I":
+            active -= one.left
+            made += one.whole if first else 0
+            done[number] += 1
+    moments.append(_Moment(sum(one.gradients for one in held)))
+    most = max(moments, key=lambda moment: moment.total)
+    kept = _pool([size for part in reversed(parts) for size in part.held.reduced], limit)
+    kept += sum(one.updated for one in held)
     return Peak(
-        parameters, state, buffers, round(most[0]), round(max(most[1], 0)), most[2], host=sum(one.host for one in held)
+        parameters=sum(one.parameters for one in held),
+        state=sum(one.state for one in held),
+        buffers=sum(one.buffers for one in held),
+        gradients=round(most.gradients),
+        activations=round(max(most.activations, 0)),
+        workspace=round(most.transfer) + unsharded + kept,
+        host=sum(one.host for one in held),
     )
+
+
+def _pool(sizes: Sequence[int], limit: int) -> int:
+    """Return the bytes of the pool from which buckets borrow, after some passes: a buffer that is too small gives way
+    to a larger one, and none is freed."""
+    free: list[int] = []
+    pending: list[tuple[int, int]] = []  # sizes of buckets, and of the buffers that they have
+    for size in [*sizes] * 2:
+        while pending and size + sum(one for one, _ in pending) > limit:
+            free.append(pending.pop(0)[1])
+        fitting = [each for each in free if each >= size]
+        if free:
+            free.remove(min(fitting) if fitting else free[-1])
+        pending.append((size, min(fitting) if fitting else size))
+    return sum(free) + sum(buffer for _, buffer in pending)

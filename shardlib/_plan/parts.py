@@ -18,7 +18,6 @@ from shardlib._plan.movements import Movement, movements_of
 from shardlib._plan.report import Recorded
 from shardlib._plan.rows import Row
 from shardlib._plan.schedules import default_schedule, rank_of_stage
-from shardlib._plan.step import Step
 from shardlib._plan.table import PlanTable
 from shardlib._plan.work import Work
 
@@ -54,7 +53,8 @@ class Held:
         made: the gradients that backward makes, before they are reduced.
         unsharded: parameters that are gathered for computation.
         stepped: bytes that an element-wise optimizer reads and writes in a step.
-        reduced: the largest bucket of gradients in transfer.
+        reduced: the workspace of each bucket of gradients, in the order in which they are reduced.
+        sent: gradients that reductions replace by shards; they stay until they are reduced.
         updated: workspace of gathering updated parameters.
         elements: parameters, global.
     """
@@ -67,7 +67,8 @@ class Held:
     made: int = 0
     unsharded: int = 0
     stepped: int = 0
-    reduced: int = 0
+    reduced: tuple[int, ...] = ()
+    sent: int = 0
     updated: int = 0
     elements: int = 0
 
@@ -218,17 +219,14 @@ def _part(rows: Sequence[Row], plan: PlanTable, shared: Mapping[str, int], state
         held=replace(
             _held(rows, mesh, state_tensors),
             unsharded=sum(_gathered_bytes(one, mesh) for unit in units for one in unit.movements),
-            reduced=min(sum(bucket.workspace_bytes for bucket in buckets), _largest(buckets, step)),
+            reduced=tuple(bucket.workspace_bytes for bucket in buckets if bucket.workspace_bytes),
+            sent=sum(_gathered_bytes(one, mesh) for bucket in buckets if bucket.scattered for one in bucket.movements),
             updated=sum(bucket.workspace_bytes for bucket in updates),
         ),
     )
 
 
 _PASSES = ("parameters, forward", "parameters, backward", "gradients")
-
-
-def _largest(buckets: Sequence[object], step: Step) -> int:
-    return max([step.bucket_bytes, *(bucket.workspace_bytes for bucket in buckets)]) if buckets else 0  # type: ignore[attr-defined]
 
 
 def _messages(movements: Sequence[Movement], mesh: MeshShape, *, packed: bool = False) -> Iterator[Message]:
@@ -295,7 +293,7 @@ def _held(rows: Sequence[Row], mesh: MeshShape, state_tensors: int) -> Held:
             own * (row.grad.dtype or row.dtype).itemsize + 2 * copies * state + 2 * own * low * (not row.has_master)
             + own * low * row.has_master
         )  # fmt: skip
-    return Held(**total)
+    return replace(Held(), **total)  # type: ignore[arg-type]
 
 
 class Links:
