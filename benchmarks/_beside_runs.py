@@ -8,13 +8,13 @@ import json
 import sys
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from _beside_models import Case, Training, build, cases, example, unit_names, units
+from _beside_models import Case, Training, build, example, unit_names, units
 from _harness import live as allocated
 from torch import nn
 from torch.distributed import DeviceMesh, init_device_mesh
@@ -196,13 +196,13 @@ def measure(library: str, case: Case) -> dict[str, Any]:
         }
 
 
-def run(library: str, file: Path, quick: bool) -> None:
+def run(library: str, file: Path, chosen: Sequence[Case]) -> None:
     """Run on every rank all cases of this number of ranks; rank 0 writes what it measured."""
     warnings.simplefilter("ignore")  # of names that the libraries use and torch has deprecated
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     found = []
-    for case in cases(quick):
+    for case in chosen:
         if case.ranks != dist.get_world_size():
             continue
         try:

@@ -38,7 +38,7 @@ Row = dict[str, Any]
 def main() -> None:
     args = _parser().parse_args()
     if is_rank():
-        run(args.library, args.file, args.quick)
+        run(args.library, args.file, chosen(args))
         return
     if args.galvatron:
         import _beside_galvatron
@@ -61,12 +61,17 @@ def main() -> None:
         )
 
 
+def chosen(args: argparse.Namespace) -> list[Case]:
+    """Return the cases that the command line asks for."""
+    return [case for case in cases(args.quick) if case.ranks in args.ranks and case.model in args.models]
+
+
 def measured(args: argparse.Namespace) -> dict[tuple[str, Case], Row]:
     """Run every case with every library that can, and return what was measured."""
     found = {}
     with tempfile.TemporaryDirectory() as folder:
         for library in RUNS:
-            for ranks in sorted({case.ranks for case in cases(args.quick)}):
+            for ranks in sorted({case.ranks for case in chosen(args)}):
                 file = Path(folder) / f"{library}_{ranks}.json"
                 status = start_ranks(ranks, [*sys.argv[1:], "--library", library, "--file", str(file)])
                 if status:
@@ -79,7 +84,7 @@ def measured(args: argparse.Namespace) -> dict[tuple[str, Case], Row]:
 def predicted(args: argparse.Namespace, truths: dict[tuple[str, Case], Row]) -> list[Row]:
     """Ask every tool about every case; a row is a tool, a case and a run that the tool describes."""
     rows: list[Row] = []
-    for case in cases(args.quick):
+    for case in chosen(args):
         for name, tool in TOOLS.items():
             answer = _asked(tool.predict, case)
             for library in tool.against:
@@ -135,6 +140,8 @@ def _cell(errors: list[float]) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     p = parser(__doc__)
+    p.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    p.add_argument("--models", nargs="+", choices=[*MODELS], default=[*MODELS])
     p.add_argument("--megatron", type=Path, metavar="FOLDER", help="a checkout of Megatron-LM")
     p.add_argument("--galvatron", type=Path, metavar="FOLDER", help="the folder of Galvatron's package")
     for hidden, kind in (("--library", str), ("--file", Path)):
