@@ -27,6 +27,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 DIST_PIP := $(PIP:$(BIN)%=.venv-dist/bin%)
 PEERS_PIP := $(PIP:$(BIN)%=.venv-peers/bin%)
 HOSTS_PIP := $(PIP:$(BIN)%=.venv-hosts/bin%)
+PLANNER_PIP := $(PIP:$(BIN)%=.venv-planner/bin%)
 VLLM_PIP := .venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check
 
 .PHONY: demo test test-deep coverage test-torch test-jax test-hosts test-vllm suite mutate docs dist dist-test bench format clean
@@ -152,6 +153,20 @@ $(VENV)/.dev: $(VENV)/.core
 	.venv-hosts/bin/python -c 'import torchvision' 2>/dev/null || .venv-hosts/bin/python tests/torchvision_on_cpu.py
 	DS_ACCELERATOR=cpu DS_BUILD_OPS=0 $(HOSTS_PIP) --no-build-isolation deepspeed==0.19.8
 	$(HOSTS_PIP) triton torchtitan==0.3.0
+	touch $@
+
+# Tools that predict memory or search for a plan, beside shardlib's planner. llm-analysis and Galvatron want versions of
+# transformers and torchvision of their own, which what is called of them does not import.
+.venv-planner/.planner: constraints.txt
+	$(PYTHON) -m venv .venv-planner
+	$(PLANNER_PIP) torch==$$(sed -n 's/^torch==//p' constraints.txt)
+	$(PLANNER_PIP) --editable '.[testing,hf]' pillow setuptools wheel ninja py-cpuinfo pybind11 \
+		scipy fire
+	$(PLANNER_PIP) --no-deps torchvision
+	.venv-planner/bin/python -c 'import torchvision' 2>/dev/null || .venv-planner/bin/python tests/torchvision_on_cpu.py
+	DS_ACCELERATOR=cpu DS_BUILD_OPS=0 $(PLANNER_PIP) --no-build-isolation deepspeed==0.19.8
+	$(PLANNER_PIP) --no-deps llm-analysis==0.2.2
+	$(PLANNER_PIP) --no-build-isolation --no-deps hetu-galvatron==2.4.0
 	touch $@
 
 # vLLM chooses its own versions of what it needs. torchvision and the like come as builds for CUDA, which do not start
