@@ -7,9 +7,11 @@ and the buffers of communication libraries.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import NamedTuple
 
 from shardlib._plan.parts import PlanPart, StageShape
@@ -98,6 +100,9 @@ def _pairs(
     return made + ([(work.after, parts[1])] if shape.after else [])
 
 
+_ALIKE, _PASSES = 3, 10
+
+
 class _Moment(NamedTuple):
     """Bytes at one time: of gradients, of activations, and of full gradients that are being reduced to shards."""
 
@@ -152,8 +157,9 @@ def _backward(pairs: Sequence[tuple[Part, PlanPart]], limit: int, *, first: bool
         # Shards that a later pass makes are added to the earlier ones when it ends.
         gradients += part.held.gradients if first or (reduces and part.every_pass) else 0
         if reduces and part.held.sent:
-            workspace, sent = workspace + sum(part.held.reduced), sent + part.held.sent
-            if workspace > (most := max(limit, *part.held.reduced, 1)):
+            sizes = [sum(buffers) for buffers in part.held.reduced]
+            workspace, sent = workspace + sum(sizes), sent + part.held.sent
+            if workspace > (most := max(limit, *sizes, 1)):
                 workspace, sent = most, sent * most / workspace
     moments.append(_Moment(gradients, active, sent))
     return max(moments, key=lambda moment: moment.total)
@@ -195,8 +201,9 @@ def _replay(
             done[number] += 1
     moments.append(_Moment(sum(one.gradients for one in held)))
     most = max(moments, key=lambda moment: moment.total)
-    kept = _pool([size for part in reversed(parts) for size in part.held.reduced], limit)
-    kept += sum(one.updated for one in held)
+    reduced = (part.held.reduced for part in reversed(parts))
+    kept = _pool(tuple(buffers for own, group in groupby(reduced) for _ in [*group][:_ALIKE] for buffers in own), limit)
+    kept += sum(one.updated for one in held) + sum(sorted(one.packed for one in held)[-2:])
     return Peak(
         parameters=sum(one.parameters for one in held),
         state=sum(one.state for one in held),
@@ -208,16 +215,37 @@ def _replay(
     )
 
 
-def _pool(sizes: Sequence[int], limit: int) -> int:
-    """Return the bytes of the pool from which buckets borrow, after some passes: a buffer that is too small gives way
-    to a larger one, and none is freed."""
+@functools.lru_cache(maxsize=1024)
+def _pool(buckets: tuple[tuple[int, ...], ...], limit: int) -> int:
+    """Return the bytes of the pool from which buckets borrow, when it no longer grows: none of it is freed, and of what
+    is free a buffer that is too small gives way to a larger one.
+
+    Args:
+        buckets: the buffers that each borrows, in the order of a pass.
+        limit: the bytes that pending buckets may borrow together; a larger bucket is pending alone.
+    """
     free: list[int] = []
-    pending: list[tuple[int, int]] = []  # sizes of buckets, and of the buffers that they have
-    for size in [*sizes] * 2:
-        while pending and size + sum(one for one, _ in pending) > limit:
-            free.append(pending.pop(0)[1])
-        fitting = [each for each in free if each >= size]
-        if free:
-            free.remove(min(fitting) if fitting else free[-1])
-        pending.append((size, min(fitting) if fitting else size))
-    return sum(free) + sum(buffer for _, buffer in pending)
+    pending: list[tuple[int, list[int]]] = []  # what a bucket asked for, and the buffers that it has
+    before = -1
+    for _ in range(_PASSES):
+        for sizes in buckets:
+            while pending and sum(sizes) + sum(asked for asked, _ in pending) > limit:
+                free += pending.pop(0)[1]
+            pending.append((sum(sizes), [_taken(free, size) for size in sizes]))
+        while pending:
+            free += pending.pop(0)[1]
+        if sum(free) == before:
+            break
+        before = sum(free)
+    return sum(free)
+
+
+def _taken(free: list[int], size: int) -> int:
+    """Take a buffer out of the free ones, and return its size."""
+    fitting = [each for each in free if each >= size]
+    if fitting:
+        free.remove(best := min(fitting))
+        return best
+    if free:
+        free.pop()
+    return size

@@ -82,13 +82,22 @@ class Bucket:
         Shards of other ranks arrive beside each other where gradients are summed. Packed tensors have a buffer, as has
         a large one whose shards differ in size. A bound for both transports: collectives reduce in transfer.
         """
-        in_place = self.alone and (self.count == 1 or not self._uneven())
-        packed = 0 if in_place else self.shard_bytes * self.count
+        packed = self._packed_bytes
         if self.first.purpose == "gradients":
-            return packed + self.shard_bytes * (self.count - 1)
+            return sum(self.borrowed)
         if self.first.purpose == "updated parameters" and packed:
             return packed + self.shard_bytes  # which is stepped on
         return packed
+
+    @property
+    def borrowed(self) -> tuple[int, ...]:
+        """The bytes of each buffer that a bucket of gradients borrows from the pool of workspaces, at most."""
+        return tuple(size for size in (self._packed_bytes, self.shard_bytes * (self.count - 1)) if size)
+
+    @property
+    def _packed_bytes(self) -> int:
+        in_place = self.alone and (self.count == 1 or not self._uneven())
+        return 0 if in_place else self.shard_bytes * self.count
 
     def _uneven(self) -> bool:
         shards = _ends(self.first)[1]

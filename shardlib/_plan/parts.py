@@ -52,8 +52,9 @@ class Held:
         host: of all these, what is in host memory; the other fields do not contain it.
         made: the gradients that backward makes, before they are reduced.
         unsharded: parameters that are gathered for computation.
+        packed: buffers in which small ones of them arrive.
         stepped: bytes that an element-wise optimizer reads and writes in a step.
-        reduced: the workspace of each bucket of gradients, in the order in which they are reduced.
+        reduced: the buffers that each bucket of gradients borrows, in the order in which buckets are reduced.
         sent: gradients that reductions replace by shards; they stay until they are reduced.
         updated: workspace of gathering updated parameters.
         elements: parameters, global.
@@ -66,8 +67,9 @@ class Held:
     host: int = 0
     made: int = 0
     unsharded: int = 0
+    packed: int = 0
     stepped: int = 0
-    reduced: tuple[int, ...] = ()
+    reduced: tuple[tuple[int, ...], ...] = ()
     sent: int = 0
     updated: int = 0
     elements: int = 0
@@ -219,7 +221,8 @@ def _part(rows: Sequence[Row], plan: PlanTable, shared: Mapping[str, int], state
         held=replace(
             _held(rows, mesh, state_tensors),
             unsharded=sum(_gathered_bytes(one, mesh) for unit in units for one in unit.movements),
-            reduced=tuple(bucket.workspace_bytes for bucket in buckets if bucket.workspace_bytes),
+            packed=sum(bucket.workspace_bytes for _, bucket in gathered),
+            reduced=tuple(bucket.borrowed for bucket in buckets if bucket.borrowed),
             sent=sum(_gathered_bytes(one, mesh) for bucket in buckets if bucket.scattered for one in bucket.movements),
             updated=sum(bucket.workspace_bytes for bucket in updates),
         ),
