@@ -37,6 +37,8 @@ from .layout import (
 from .planner import (
     BestPlans as BestPlans,
     best_plans as best_plans,
+    check_memory as check_memory,
+    memory_advice as memory_advice,
 )
 from .rules import (
     Rules as Rules,

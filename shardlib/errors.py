@@ -77,6 +77,10 @@ class PlanError(ShardlibError, ValueError):
     """A plan that cannot be computed, read or carried out."""
 
 
+class TooLargeError(PlanError):
+    """A plan that holds more memory than a device has."""
+
+
 class DeviceCountError(PlanError, IndexError):
     """Fewer devices than parts of a model."""
 

@@ -1,7 +1,7 @@
 """`shardlib init | check | plan | explain | prove | census`: layout files, plans, proofs; `run` starts ranks.
 
-`audit` compares with one device what something else has sharded. Plans need neither processes nor values. `calibrate`
-measures a machine. `migrate` rewrites scripts for other libraries.
+`tune` finds the fastest plans for a model on a cluster, `calibrate` measures one. `audit` compares with one device what
+something else has sharded. Plans need neither processes nor values. `migrate` rewrites scripts for other libraries.
 
 Exit codes: 0 fine, 1 the layout does not do what was asked of it, or a script has lines left to rewrite, 2 what was
 typed names nothing. `run` ends as the first host that fails does.
@@ -84,9 +84,10 @@ def _parser() -> argparse.ArgumentParser:
 
         shtab.add_argument_to(parser, "--print-completion", help="print the completion script of a shell")
     subparsers = parser.add_subparsers(
-        required=True, metavar="{init,check,plan,explain,prove,audit,census,run,calibrate,migrate,doctor}"
+        required=True, metavar="{init,check,plan,tune,explain,prove,audit,census,run,calibrate,migrate,doctor}"
     )
     _add_plan(_command(subparsers, "plan", "show the layout of every tensor of a model on a mesh"))
+    _add_tune(_command(subparsers, "tune", "find the fastest plans for a model on a cluster, and say why"))
     _add_check(_command(subparsers, "check", "check whether a layout file fits a model, or a function of JAX", "?"))
     _add_prove(_command(subparsers, "prove", "train sharded and on one device, and compare everything"))
     _add_audit(_command(subparsers, "audit", "compare a model that something else shards with one device"))
@@ -179,6 +180,40 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--diff", metavar="FILE", help="show what changes from a plan that was written by --json")
     parser.add_argument("--html", metavar="FILE", help="also write a page with pictures")
     parser.add_argument("--all", action="store_true", help="a line for every tensor: do not fold repeated blocks")
+
+
+def _add_tune(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run="tune.tune")
+    parser.add_argument(
+        "--cluster", required=True, help='the machines: the name of a preset such as "h100", or a cluster file'
+    )
+    parser.add_argument("--world", type=positive, required=True, metavar="N", help="the number of ranks")
+    parser.add_argument("--batch", type=positive, required=True, metavar="N", help="examples in a step, of all ranks")
+    parser.add_argument("--seq", type=positive, metavar="N", help="tokens of an example, of a language model")
+    parser.add_argument(
+        "--example",
+        action="append",
+        metavar="[NAME=]SHAPE[:DTYPE]",
+        help="an input of the model, as of plan, once for each input; in the place of --seq",
+    )
+    parser.add_argument("--memory", metavar="BYTES", help='of a device, as in "80GB" (default: all)')
+    parser.add_argument(
+        "--margin", type=float, default=0.1, metavar="PART", help="part of the memory to leave free (default 0.1)"
+    )
+    parser.add_argument("--axes", metavar="SIZES", help='sizes that are wanted, as in "tp=8,pp=16"')
+    parser.add_argument("--layout", help=_LAYOUT)
+    parser.add_argument("--mode", help=_MODE)
+    parser.add_argument(
+        "--transform",
+        action="append",
+        metavar="CALL",
+        help="what every plan has (default precision('bf16') where the cluster is faster in it)",
+    )
+    parser.add_argument("--compiled", action="store_true", help="fuse ops in a row, as torch.compile does")
+    parser.add_argument("--top", type=positive, default=5, metavar="N", help="plans to show (default 5)")
+    parser.add_argument("--html", metavar="FILE", help="also write a page with the timeline of each plan")
+    parser.add_argument("--script", metavar="FILE", help="write a training script that uses the best plan")
+    parser.add_argument("--force", action="store_true", help="replace a script that is there")
 
 
 def _add_census(subparsers: Any) -> None:

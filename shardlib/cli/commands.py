@@ -26,15 +26,15 @@ from shardlib.errors import ShardlibError
 from shardlib.rules import Rules
 from shardlib.transforms import Transform, parse
 
-__all__ = ["doctor", "explain", "init", "plan", "prove"]
+__all__ = ["doctor", "explain", "init", "parsed_transform", "plan", "prove", "rules_of"]
 
 
 def plan(options: argparse.Namespace) -> int:
     """Print a plan, or what changes from an earlier one."""
     model = load_model(options.model)
-    chosen = [_transform(text) for text in options.transform or ()]
+    chosen = [parsed_transform(text) for text in options.transform or ()]
     made = dryrun.plan(
-        model, options.mesh, _rules(options, model), transforms=chosen, example=inputs.read(options.example)
+        model, options.mesh, rules_of(options, model), transforms=chosen, example=inputs.read(options.example)
     )
     if options.html:
         made.html(options.html)
@@ -50,7 +50,7 @@ def plan(options: argparse.Namespace) -> int:
 def explain(options: argparse.Namespace) -> int:
     """Print the rules that match a name, and their consequences."""
     model = load_model(options.model)
-    result = _rules(options, model).explain(options.name, model, options.mesh)
+    result = rules_of(options, model).explain(options.name, model, options.mesh)
     print(json.dumps({"name": options.name, "explanation": result.splitlines()}, indent=2) if options.json else result)
     return 0
 
@@ -73,8 +73,8 @@ def prove(options: argparse.Namespace) -> int:
                 inputs.drawn, inputs.of_all_ranks(example, shape.data_ranks), inputs.smallest_table(model)
             ),
             shape,
-            _rules(options, model),
-            transforms=[_transform(text) for text in options.transform or ()],
+            rules_of(options, model),
+            transforms=[parsed_transform(text) for text in options.transform or ()],
             steps=options.steps,
             dtype=getattr(torch, options.dtype),
         )
@@ -131,11 +131,13 @@ def doctor(options: argparse.Namespace) -> int:
     return 0
 
 
-def _rules(options: argparse.Namespace, model: nn.Module) -> Rules:
+def rules_of(options: argparse.Namespace, model: nn.Module) -> Rules:
+    """Return the rules that the options name, or those for the model."""
     return layouts.for_model(model, options.mode) if options.layout is None else loaded_layout(options)
 
 
-def _transform(text: str) -> Transform:
+def parsed_transform(text: str) -> Transform:
+    """Read a transform as it is typed."""
     try:
         return parse(text)
     except ShardlibError as error:

@@ -6,9 +6,11 @@ are never loaded.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import sys
+import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,9 +23,10 @@ from torch import nn
 from shardlib.cli.attributes import find_attribute
 from shardlib.cli.usage import FORMS, UsageError, cause_of
 
-__all__ = ["load_model"]
+__all__ = ["known_models", "load_model"]
 
 _INDEX = ".safetensors.index.json"
+_KNOWN = Path(__file__).with_name("known_models.toml")
 
 
 def load_model(spec: str, device: str = "meta") -> nn.Module:
@@ -35,9 +38,26 @@ def load_model(spec: str, device: str = "meta") -> nn.Module:
     path = Path(spec)
     if path.exists():
         return _from_path(path, device)
+    if spec in (known := known_models()):
+        return _from_sizes(known[spec], device)
     if spec.endswith((".json", ".safetensors")) or ("/" in spec and ".py:" not in spec):
         raise UsageError(f'There is no file or folder "{spec}". A model is {FORMS}.')
     return _from_python(spec, device)
+
+
+@functools.cache
+def known_models() -> dict[str, dict[str, Any]]:
+    """Return the sizes of well-known models, by name."""
+    return tomllib.loads(_KNOWN.read_text(encoding="utf-8"))
+
+
+def _from_sizes(sizes: dict[str, Any], device: str) -> nn.Module:
+    transformers = _transformers(_KNOWN)
+    model_class = getattr(transformers, sizes["class"])
+    given = {key: value for key, value in sizes.items() if key != "class"}
+    with torch.device(device):
+        made: nn.Module = model_class(model_class.config_class(use_cache=False, **given))
+    return made
 
 
 def _from_path(path: Path, device: str) -> nn.Module:

@@ -11,7 +11,7 @@ __all__ = ["FORMS", "MISSING", "UsageError", "cause_of", "positive", "version"]
 
 FORMS = (
     "module:factory, file.py:factory or package.module.Class (called without arguments), a Hugging Face folder or "
-    "config.json, or a .safetensors file, its .index.json, or a folder that holds one"
+    "config.json, a .safetensors file, its .index.json, or a folder that holds one, or a name such as llama-3-70b"
 )
 MISSING = "not installed"
 

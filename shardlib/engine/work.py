@@ -45,7 +45,7 @@ class Cut:
     Attributes:
         prefix: the name of the `ModuleList`; "" for a model without.
         order: the kind of each block.
-        kept: the index of blocks that are kept, in order; the last one of a kind stands for it.
+        kept: the index of blocks that are kept, in order; the middle one of a kind stands for it.
     """
 
     prefix: str = ""
@@ -55,8 +55,10 @@ class Cut:
     @property
     def examples(self) -> tuple[int, ...]:
         """The index in the model of the block that stands for each kind."""
-        last = {self.order[index]: index for index in self.kept}
-        return tuple(last[kind] for kind in range(len(last)))
+        by_kind: dict[int, list[int]] = {}
+        for index in self.kept:
+            by_kind.setdefault(self.order[index], []).append(index)
+        return tuple(own[len(own) // 2] for _, own in sorted(by_kind.items()))
 
     def name(self, name: str) -> str | None:
         """Return the name that a module or tensor has in the model that is cut, or None."""
@@ -97,8 +99,10 @@ def cut_of(model: nn.Module, plan: Plan, *, least: int = 2) -> Cut:
         )
         for index, block in enumerate(every.children())
     )
-    first = [order.index(kind) for kind in range(len(numbers))]
-    kept = range(first[-1] + 1) if first[-1] < _MOST_KEPT else first
+    # One in the middle stands for others: the input of the first may need no gradient, the output of the last is kept.
+    again = [index for index in range(1, len(order)) if order[index] == order[0]][:2]
+    wanted = sorted({*(order.index(kind) for kind in range(len(numbers))), *again})
+    kept = range(wanted[-1] + 1) if wanted[-1] < _MOST_KEPT else wanted
     if len(kept) < least:
         kept = range(min(least, len(order)))
     return Cut(blocks.prefix, order, tuple(kept))
@@ -197,31 +201,25 @@ def record_work(
 
 
 class ModelSource:
-    """Records the work of a plan's model, which it holds weakly: a plan does not keep a model alive.
-
-    A copy of it, as in a pickled plan, has no model.
-    """
+    """Records the work of a plan's model, which it keeps alive. A copy of it, as in a pickled plan, has no model."""
 
     def __init__(self, model: nn.Module | None = None) -> None:
-        self._model = weakref.ref(model) if model is not None else None
+        self._model = model
 
     def __call__(self, plan: Plan, example: Any) -> tuple[Work, tuple[int, ...]]:
         """Return the record, and the index of the block that stands for each kind.
 
         Raises:
-            PlanError: the model is gone or sharded, or cannot run without values.
+            PlanError: there is no model, it is sharded, or it cannot run without values.
         """
-        model = self._model() if self._model is not None else None
+        model = self._model
         if model is None:
-            raise PlanError("The model of this plan is gone. Keep it, or make the plan again with sl.plan(model, ...).")
+            raise PlanError("This plan is a copy without its model. Make it again with sl.plan(model, mesh, rules).")
         if axes := plan.mesh.pipeline_axes:
             count, total = plan.step.microbatches or 2 * plan.mesh.only(axes).world_size, rows_of(example)
             example = split(example, microbatch_sizes(total, min(count, total)))[0]
         cut = cut_of(model, plan)
         return record_work(model, plan, example, cut), cut.examples
-
-    def __deepcopy__(self, _memo: Any) -> ModelSource:
-        return self
 
     def __reduce__(self) -> Any:
         return ModelSource, ()
@@ -319,7 +317,7 @@ class _Fusion:
 class _Meter:
     """Divides what a recording sees into regions: before the blocks, each block, and after them; forward and backward.
 
-    Ops outside of blocks belong to "after" once a block has run in forward, and until one has in backward.
+    Ops between two blocks belong to the one that ran before.
     """
 
     log: Recording
@@ -327,7 +325,8 @@ class _Meter:
     def __init__(self, cut: Cut) -> None:
         self._prefix = f"{cut.prefix}." if cut.prefix else ""
         self._found: dict[tuple[str, bool], _Seen] = {}
-        self._blocks_began = {False: not cut.prefix, True: False}
+        self._last = len(cut.kept) - 1
+        self._block: dict[bool, int | None] = {False: None, True: None}
         self._at: tuple[str, bool] | None = None
         self._began = 0
         self._fusion: _Fusion | None = None
@@ -387,12 +386,14 @@ class _Meter:
         self._leave(self.log.live.now)
 
     def _region(self, module: str, backward: bool) -> str:
-        if self._prefix and module.startswith(self._prefix):
-            number = module[len(self._prefix) :].partition(".")[0]
-            if number.isdecimal():
-                self._blocks_began[backward] = True
-                return number
-        return "after" if self._blocks_began[backward] != backward else "before"
+        number = module[len(self._prefix) :].partition(".")[0] if module.startswith(self._prefix) else ""
+        if self._prefix and number.isdecimal():
+            self._block[backward] = int(number)
+            return number
+        running, last = self._block[backward], 0 if backward else self._last
+        if running is None or running == last:
+            return "after" if (running is None) == backward or not self._prefix else "before"
+        return str(running)
 
     def _enter(self, region: tuple[str, bool], live: int, operands: Sequence[torch.Tensor]) -> None:
         self._leave(live)

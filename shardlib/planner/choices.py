@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from typing import Any, overload
@@ -53,7 +53,7 @@ class Choice:
         """The Python lines that shard `model` in this way."""
         return "\n".join(script.call_lines(self))
 
-    def script(self, model: str, batch: int, *, seq: int = 0) -> str:
+    def script(self, model: str, batch: int, *, seq: int = 0, sizes: Mapping[str, Any] | None = None) -> str:
         """Return a training script.
 
         Args:
@@ -61,8 +61,9 @@ class Choice:
                 or config.json of a Hugging Face model.
             batch: examples in a step, of all ranks.
             seq: tokens of an example, of a language model.
+            sizes: the class of transformers and its configuration, in the place of `model`.
         """
-        return script.written(self, model, batch, seq)
+        return script.written(self, model, batch, seq, sizes)
 
     def as_dict(self) -> dict[str, Any]:
         """Return what JSON has of it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,27 +14,46 @@ def call_lines(choice: Any) -> list[str]:
     mode = f', mode="{choice.mode}"' if choice.mode else ""
     lines = [f"rules = sl.layouts.for_model(model{mode})"]
     if choice.stages:
-        lines.append(f"rules = rules.with_stages(sl.rules.Balanced({list(choice.stages)}))")
-    transforms = " | ".join(f"sl.{part!r}" for part in getattr(choice.transforms, "parts", (choice.transforms,)))
-    lines.append(f'model = sl.shard_model(model, "{choice.mesh}", rules, transforms={transforms})')
+        lines.append(f"rules = rules.with_stages(sl.rules.Balanced({_counts(choice.stages)}))")
+    parts = [f"sl.{part!r}" for part in getattr(choice.transforms, "parts", (choice.transforms,))]
+    lines.append(f"transforms = {' | '.join(parts)}")
+    lines.append(f'model = sl.shard_model(model, "{choice.mesh}", rules, transforms=transforms)')
     return lines
 
 
-def written(choice: Any, model: str, batch: int, seq: int) -> str:
+def _counts(stages: tuple[int, ...]) -> str:
+    """Write numbers of blocks, with repetition where the list is long.
+
+    >>> _counts((1, 2, 2, 1)), _counts((7, *[8] * 14, 7))
+    ('[1, 2, 2, 1]', '[7, *[8] * 14, 7]')
+    """
+    if len(stages) <= 8:
+        return str(list(stages))
+    runs: list[list[int]] = []
+    for count in stages:
+        if runs and runs[-1][0] == count:
+            runs[-1][1] += 1
+        else:
+            runs.append([count, 1])
+    return (
+        "["
+        + ", ".join(f"*[{count}] * {times}" if times > 2 else ", ".join([str(count)] * times) for count, times in runs)
+        + "]"
+    )
+
+
+def written(choice: Any, model: str, batch: int, seq: int, sizes: Mapping[str, Any] | None = None) -> str:
     """Return a training script on random data."""
-    imports, built = _model_lines(model)
-    own = batch // choice.mesh.data_ranks
-    rows = own if choice.stages else choice.rows
-    passes = 1 if choice.stages else choice.microbatches
-    run = f"torchrun --nproc_per_node {min(choice.mesh.world_size, 8)} train.py"
-    if choice.mesh.world_size > 8:
-        run += f"    # on each of the {choice.mesh.world_size // 8} nodes"
+    imports, built = _model_lines(model, sizes)
+    world, own = choice.mesh.world_size, batch // choice.mesh.data_ranks
+    nodes = f" --nnodes {world // 8} --rdzv_backend c10d --rdzv_endpoint HOST:29500" if world > 8 else ""
     return "\n".join(
         [
-            f'"""Train on "{choice.mesh}": {batch} examples a step, {own} of them on each data rank.',
+            f'"""Train on {world} ranks, "{choice.mesh}": {batch} examples a step, {own} of them on each data rank.',
             "",
-            f"    {run}"
-            + ("" if choice.mesh.world_size <= 8 else f"    # on each of the {choice.mesh.world_size // 8} nodes"),
+            f"    torchrun --nproc_per_node {min(world, 8)}{nodes} train.py",
+            "",
+            "The data are random: put your own in the place of `rows`.",
             '"""',
             "",
             "import torch",
@@ -44,45 +64,67 @@ def written(choice: Any, model: str, batch: int, seq: int) -> str:
             "",
             "torch.manual_seed(0)",
             "with LazyInitContext():  # each rank makes its own shards",
-            f"    model = {built}",
+            *(f"    {line}" for line in built),
             *call_lines(choice),
             "optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)",
             "",
-            "generator = torch.Generator().manual_seed(1 + sl.get_plan(model).mesh.data_place("
-            "sl.get_plan(model).mesh.coordinate(torch.distributed.get_rank()))[0])",
+            "rank, mesh = torch.distributed.get_rank(), sl.get_plan(model).mesh",
+            "index, _ = mesh.data_place(mesh.coordinate(rank))  # which rows of the global batch this rank has",
+            "generator = torch.Generator().manual_seed(1 + index)",
+            "",
+            "",
+            *_rows(seq),
+            "",
+            "",
             "for step in range(10):",
-            *_loop(choice, rows, passes, seq),
+            *_loop(choice, own, seq),
             "    optimizer.step()",
             "    optimizer.zero_grad()",
-            "    if torch.distributed.get_rank() == 0:",
+            "    if rank == 0:",
             '        print(f"step {step}: loss {float(loss):.4f}")',
             "",
         ]
     )
 
 
-def _loop(choice: Any, rows: int, passes: int, seq: int) -> list[str]:
-    draw = f"ids = torch.randint(model.config.vocab_size, ({rows}, {seq}), generator=generator)"
+def _rows(seq: int) -> list[str]:
     if not seq:
-        draw = "batch = ...  # the rows of this data rank"
-    call = "dict(input_ids=ids, labels=ids)" if seq else "batch"
-    if choice.stages:
-        return [f"    {draw}", f"    loss = sl.pipeline_step(model, {call}).loss"]
+        return [
+            "def rows(count):",
+            '    raise NotImplementedError("return the arguments of the model for so many rows")',
+        ]
     return [
-        f"    for _ in range({passes}):",
-        f"        {draw}",
-        f"        loss = model(**{call}).loss" if seq else "        loss = model(batch)",
-        "        loss.backward()",
+        "def rows(count):",
+        f"    ids = torch.randint(model.config.vocab_size, (count, {seq}), generator=generator)",
+        '    return {"input_ids": ids, "labels": ids}',
     ]
 
 
-def _model_lines(model: str) -> tuple[list[str], str]:
-    """Return the imports of a model that the command line names, and the expression that builds it."""
+def _loop(choice: Any, own: int, seq: int) -> list[str]:
+    if choice.stages:
+        return [f"    loss = sl.pipeline_step(model, rows({own})).loss"]
+    call = f"model(**rows({choice.rows})).loss" if seq else f"model(*rows({choice.rows}))"
+    if choice.microbatches == 1:
+        return [f"    loss = {call}", "    loss.backward()"]
+    return [f"    for _ in range({choice.microbatches}):", f"        loss = {call}", "        loss.backward()"]
+
+
+def _model_lines(model: str, sizes: Mapping[str, Any] | None) -> tuple[list[str], list[str]]:
+    """Return the imports of a model that the command line names, and the lines that build it."""
     if model.endswith(".json") or Path(model).is_dir():
+        folder = str(Path(model).parent) if Path(model).name == "config.json" else model
         return (
             ["from transformers import AutoConfig, AutoModelForCausalLM"],
-            f'AutoModelForCausalLM.from_config(AutoConfig.from_pretrained("{model}"))',
+            [
+                f'config = AutoConfig.from_pretrained("{folder}", use_cache=False)',
+                "model = AutoModelForCausalLM.from_config(config)",
+            ],
         )
+    if sizes is not None:
+        config = sizes["class"].removesuffix("ForCausalLM").removesuffix("LMHeadModel") + "Config"
+        given = [f"{key}={value!r}," for key, value in sizes.items() if key != "class"]
+        lines = [f"config = {config}(", *(f"    {one}" for one in given), "    use_cache=False,", ")"]
+        return [f"from transformers import {config}, {sizes['class']}"], [*lines, f"model = {sizes['class']}(config)"]
     module, _, name = model.rpartition(":") if ":" in model else model.rpartition(".")
     module = module.removesuffix(".py").replace("/", ".")
-    return [f"from {module} import {name}"], f"{name}()"
+    return [f"from {module} import {name}"], [f"model = {name}()"]

@@ -26,7 +26,7 @@ __all__ = ["best_plans"]
 
 _LONG = 32768  # tokens of an example from which they are divided among ranks
 _MARGIN = 0.1
-_REPLICATED = Sharding(0, None)
+_EQUAL = 0.01  # of a time: a plainer plan is worth it
 
 
 @short_traceback
@@ -217,11 +217,10 @@ class _Search:
         """Return the best plan of each mesh, the fastest first."""
         if not self.fitting:
             raise self._nothing_fits()
-        ordered = sorted(self.fitting, key=lambda one: (_rounded(self.fitting[one].seconds), one.effort))
-        by_mesh: dict[MeshShape, _Candidate] = {}
-        for one in ordered:
-            by_mesh.setdefault(one.grid.mesh, one)
-        chosen = [*by_mesh.values()][:top]
+        by_mesh: dict[MeshShape, list[_Candidate]] = {}
+        for one in self.fitting:
+            by_mesh.setdefault(one.grid.mesh, []).append(one)
+        chosen = sorted(map(self._plainest, by_mesh.values()), key=lambda one: self.fitting[one].seconds)[:top]
         best = self.fitting[chosen[0]]
         choices = [
             replace(
@@ -240,6 +239,12 @@ class _Search:
             refused=self.refused.lines(),
             priced=len(self.fitting),
         )
+
+    def _plainest(self, candidates: Sequence[_Candidate]) -> _Candidate:
+        """Return the candidate that asks for least, of those that are as fast as the fastest."""
+        fastest = min(self.fitting[one].seconds for one in candidates)
+        equal = [one for one in candidates if self.fitting[one].seconds <= (1 + _EQUAL) * fastest]
+        return min(equal, key=lambda one: (one.effort, self.fitting[one].seconds))
 
     def _choice(self, one: _Candidate) -> Choice:
         staged = one.grid.stages > 1
@@ -344,11 +349,6 @@ def _joined(*parts: Transform | None) -> Transform | None:
         if part is not None:
             made = part if made is None else made | part
     return made
-
-
-def _rounded(seconds: float) -> float:
-    """Round to three digits: times that are closer are equal."""
-    return float(f"{seconds:.3g}")
 
 
 def _reason(error: ShardlibError) -> str:

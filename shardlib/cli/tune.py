@@ -1,0 +1,55 @@
+"""`shardlib tune`: the fastest plans for a model on a cluster, and a script that uses the best one."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardlib.cli import inputs
+from shardlib.cli.commands import parsed_transform, rules_of
+from shardlib.cli.files import write_new
+from shardlib.cli.models import known_models, load_model
+from shardlib.engine._torch import pytree
+from shardlib.planner import best_plans
+
+__all__ = ["tune"]
+
+
+def tune(options: argparse.Namespace) -> int:
+    """Search, print what was found, and write the script and the page that are asked for."""
+    model = load_model(options.model)
+    chosen = [parsed_transform(text) for text in options.transform] if options.transform else None
+    found = best_plans(
+        model,
+        options.cluster,
+        world=options.world,
+        batch=options.batch,
+        memory=options.memory,
+        top=options.top,
+        example=_one_row(inputs.read(options.example)),
+        seq=options.seq,
+        rules=rules_of(options, model),
+        transforms=chosen,
+        axes=options.axes,
+        margin=options.margin,
+        compiled=options.compiled,
+    )
+    if options.script:
+        text = found[0].script(
+            options.model, options.batch, seq=options.seq or 0, sizes=known_models().get(options.model)
+        )
+        write_new(Path(options.script), text, force=options.force)
+    if options.html:
+        found.html(options.html)
+    print(found.to_json() if options.json else found)
+    if options.script and not options.json:
+        print(f"\nWrote {options.script}.")
+    return 0
+
+
+def _one_row(example: Any) -> Any:
+    """Return the first row of an example, whatever number of rows was typed."""
+    return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor[:1] if tensor.ndim else tensor, example)
