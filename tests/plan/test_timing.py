@@ -152,14 +152,17 @@ def test_the_peak_has_what_the_plan_keeps(transforms):
 
 
 def test_the_peak_of_one_device_is_that_of_its_dry_run():
-    """Parameters, activations, gradients: the dry run executes the whole model, the replay one block of it."""
+    """Parameters, activations, gradients: the dry run executes the whole model, the replay one block of it.
+
+    The last block differs: its output, of 4 MiB, stays until the end.
+    """
     model = Stack([nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)) for _ in range(6)])
     batch = torch.empty(4096, 256, device="meta")
     for transforms in ((), sl.checkpoint_activations()):
         plan = sl.plan(model, "dp=1", {"**": None}, transforms=transforms, example=batch)
         assert plan.report is not None
         peak = plan.time(CLUSTER, example=batch).memory
-        assert peak.total - peak.state == pytest.approx(plan.report.peak_bytes, rel=0.01)
+        assert peak.total - peak.state == pytest.approx(plan.report.peak_bytes, abs=4096 * 256 * 4)
 
 
 def test_blocks_of_several_kinds_are_recorded_each():

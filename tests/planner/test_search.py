@@ -1,0 +1,245 @@
+"""The search: what it tries, refuses, finds and says."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import shardlib as sl
+from shardlib.errors import PlanError, TooLargeError
+from shardlib.planner import changes_that_fit
+from shardlib.planner.candidates import Grid, Refusals, divisors, grids, microbatches, schedules
+from shardlib.planner.space import with_rows
+
+
+@pytest.fixture(scope="module")
+def llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    with torch.device("meta"):
+        return LlamaForCausalLM(
+            LlamaConfig(vocab_size=32000, hidden_size=1024, intermediate_size=2816, num_hidden_layers=8,
+                        num_attention_heads=2, num_key_value_heads=2, use_cache=False)
+        )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def found(llama) -> sl.BestPlans:
+    return sl.best_plans(llama, "h100", world=4, batch=8, seq=1024)
+
+
+class Mlp(nn.Module):
+    def __init__(self, layers: int = 4, width: int = 512) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x).relu()
+        return x
+
+
+def _grids(world: int, refused: Refusals | None = None, **given: object) -> list[Grid]:
+    settings = {
+        "node": 8,
+        "blocks": 8,
+        "experts": 0,
+        "axes": ("tp",),
+        "modes": ("sequence",),
+        "fixed": {},
+        "long": False,
+    }
+    return [*grids(world, refused=refused or Refusals(), **(settings | given))]  # type: ignore[arg-type]
+
+
+# --- what is tried ----------------------------------------------------------------------------------------------------
+
+
+def test_every_mesh_has_all_ranks():
+    every = _grids(48)
+    assert {grid.mesh.world_size for grid in every} == {48}
+    assert all(dict(grid.mesh.items()).get("tp", 1) <= 8 for grid in every)  # within a node
+    assert {str(grid.mesh) for grid in every} > {"dp=48", "dp=8,tp=6", "pp=4,dp=12", "pp=2,dp=4,tp=6"}
+
+
+def test_axes_that_are_asked_for_have_their_sizes():
+    assert {str(grid.mesh) for grid in _grids(32, fixed={"tp": 4, "pp": 2})} == {"pp=2,dp=4,tp=4"}
+    assert {str(grid.mesh) for grid in _grids(32, fixed={"dp": 16})} == {"dp=16,tp=2", "pp=2,dp=16"}
+
+
+def test_experts_have_their_axis_and_are_divided_by_it():
+    every = _grids(8, axes=("tp", "ep"), experts=4)
+    assert {dict(grid.mesh.items()).get("ep", 1) for grid in every} == {1, 2, 4}
+    refused = Refusals()
+    _grids(8, refused, axes=("ep",), experts=6)
+    assert "experts do not divide" in refused.counts
+
+
+def test_contexts_are_divided_where_they_are_long():
+    assert not any("cp" in grid.mesh for grid in _grids(16, modes=("ring",)))
+    long = _grids(16, modes=("ring",), long=True)
+    assert {grid.mode for grid in long if "cp" in grid.mesh} == {"ring"}
+
+
+def test_a_batch_is_divided_into_microbatches():
+    refused = Refusals()
+    four = Grid(sl.MeshShape("dp=4"))
+    assert microbatches(32, four, refused) == [(1, 8), (2, 4), (4, 2), (8, 1)]
+    assert microbatches(24, four, refused) == [(1, 6), (2, 3), (6, 1)]
+    assert microbatches(30, four, refused) == [] and refused.counts.total() == 1
+
+
+def test_schedules_have_enough_blocks_and_microbatches():
+    grid, refused = Grid(sl.MeshShape("pp=4,dp=2")), Refusals()
+    assert [one.name for one in schedules(grid, 8, 8, refused)] == ["1f1b", "interleaved", "zbv"]
+    assert [one.name for one in schedules(grid, 4, 6, refused)] == ["1f1b"]
+    assert {*refused.counts} == {"fewer blocks than stages"}
+    assert [one.name for one in schedules(grid, 16, 6, refused)] == ["1f1b"]
+    assert "microbatches do not divide over stages" in refused.counts
+
+
+def test_divisors_of_a_square_come_once():
+    assert divisors(36) == [1, 2, 3, 4, 6, 9, 12, 18, 36]
+
+
+def test_rows_of_an_example_change_and_other_tensors_do_not():
+    given = {"ids": torch.zeros(2, 8), "scale": torch.zeros(()), "mask": torch.zeros(3, 3)}
+    made = with_rows(given, 5)
+    assert [tuple(made[key].shape) for key in given] == [(5, 8), (), (3, 3)]
+
+
+# --- what is found ----------------------------------------------------------------------------------------------------
+
+
+def test_the_best_comes_first_and_each_mesh_once(found):
+    seconds = [each.time.seconds for each in found]
+    assert len(found) == 5 and seconds == sorted(seconds)
+    assert len({each.mesh for each in found}) == 5
+    assert all(each.time.memory.total <= found.budget for each in found)
+
+
+def test_each_plan_is_priced_as_the_plan_that_its_call_makes(found, llama):
+    for each in [*found][:3]:
+        names: dict[str, object] = {"sl": sl, "model": llama}
+        lines = each.call.splitlines()
+        exec("\n".join(lines[:-1]), names)
+        plan = sl.plan(llama, each.mesh, names["rules"], transforms=names["transforms"])
+        rows = each.rows * (each.microbatches if each.stages else 1)
+        ids = torch.empty(rows, 1024, dtype=torch.int64, device="meta")
+        time = plan.time("h100", example={"input_ids": ids, "labels": ids})
+        assert time.seconds == pytest.approx(each.time.seconds, rel=0.01)
+        assert time.memory.total == pytest.approx(each.time.memory.total, rel=0.02)
+
+
+def test_reasons_say_what_neighbours_cost_and_the_runner_up_why_it_lost(found):
+    best, second = found[0], found[1]
+    assert best.behind == "" and second.behind.startswith("+")
+    assert any(line.startswith("recomputation: nothing is recomputed") for line in best.reasons)
+    text = str(found)
+    assert best.call.splitlines()[-1] in text and "Refused:" in text
+    assert text.count("~") <= 2 * found.near_ties() + 1
+
+
+def test_json_and_the_page_have_the_same_plans(found, tmp_path):
+    given = json.loads(found.to_json())
+    assert [each["mesh"] for each in given["plans"]] == [str(each.mesh) for each in found]
+    found.html(tmp_path / "plans.html")
+    page = (tmp_path / "plans.html").read_text()
+    assert page.count("<svg") == len(found) and str(found[0].mesh) in page and "http" not in page
+
+
+def test_less_memory_takes_more_sharding(llama):
+    much, little = (
+        sl.best_plans(llama, "h100", world=4, batch=8, seq=1024, memory=memory, axes="tp=1,pp=1")[0]
+        for memory in ("80GB", "2.5GB")
+    )
+    assert little.time.memory.total <= 0.9 * 2.5e9 < much.time.memory.total
+    assert little.time.seconds > much.time.seconds
+
+
+def test_a_model_without_blocks_is_spread_over_data_ranks():
+    model = nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 256))
+    best = sl.best_plans(model, "h100", world=4, batch=4096, example=torch.empty(1, 256), rules={"**": None})
+    assert [str(each.mesh) for each in best] == ["dp=4"]
+
+
+def test_rules_that_name_blocks_by_number_are_taken_as_they_are():
+    rules = {"blocks.0": "colwise", "blocks.1": "rowwise", "blocks.2": None, "blocks.3": None}
+    best = sl.best_plans(Mlp(), "h100", world=2, batch=8192, example=torch.empty(1, 512), rules=rules)
+    assert {str(each.mesh) for each in best} >= {"dp=2", "tp=2"}
+
+
+def test_what_does_not_divide_is_refused_with_its_reason(found):
+    """There are two heads."""
+    assert all("tp=4" not in str(each.mesh) for each in found)
+    assert any("tp=4" in line and "heads" in line for line in found.refused)
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"world": 0}, "world=0 was given"),
+        ({"batch": True}, "batch=True was given"),
+        ({"top": -1}, "top=-1 was given"),
+        ({"margin": 1.5}, "margin=1.5 was given"),
+        ({"memory": "80 apples"}, "give a quantity such as"),
+        ({"example": None}, "Give example="),
+        ({"cluster": "h1000"}, "Did you mean"),
+        ({"axes": "xp=2"}, "xp"),
+    ],
+)
+def test_bad_input_says_what_to_give(given, message):
+    settings = {"cluster": "h100", "world": 2, "batch": 8, "example": torch.empty(1, 512), "rules": {"**": None}}
+    cluster, *_ = [(settings | given).pop("cluster")]
+    rest = {key: value for key, value in (settings | given).items() if key != "cluster"}
+    with pytest.raises(sl.errors.ShardlibError, match=message):
+        sl.best_plans(Mlp(), cluster, **rest)
+
+
+def test_a_language_model_needs_the_length_of_examples(llama):
+    with pytest.raises(PlanError, match="give seq="):
+        sl.best_plans(llama, "h100", world=2, batch=8)
+
+
+def test_a_world_that_the_batch_does_not_fit_says_so():
+    with pytest.raises(PlanError, match=r"(?s)No plan is possible for 7 ranks.*batch does not divide"):
+        sl.best_plans(Mlp(1), "h100", world=7, batch=8, example=torch.empty(1, 512), rules={"**": None})
+
+
+def test_a_budget_that_nothing_meets_names_the_closest_plan_and_what_it_lacks(llama):
+    with pytest.raises(PlanError, match=r"The closest is .* It lacks .*most of it are .*more ranks"):
+        sl.best_plans(llama, "h100", world=2, batch=8, seq=1024, memory="200MB")
+
+
+# --- where it does not fit --------------------------------------------------------------------------------------------
+
+
+def test_a_plan_that_does_not_fit_is_told_with_the_three_cheapest_changes():
+    model, batch = Mlp(8, 2048), torch.empty(2048, 2048, device="meta")
+    plan = sl.plan(model, "dp=4", {"**": None})
+    assert sl.check_memory(model, plan, "h100", example=batch).memory.total < 80e9
+    with pytest.raises(TooLargeError, match="it lacks") as caught:
+        sl.check_memory(model, plan, "h100", example=batch, memory="500MB")
+    lines = str(caught.value).splitlines()[1:]
+    assert len(lines) == 3 and all("a step of" in line and "%" in line for line in lines)
+    changes = changes_that_fit(model, plan, "h100", example=batch, budget=450_000_000)
+    assert [each.time.seconds for each in changes] == sorted(each.time.seconds for each in changes)
+    for each in changes:
+        assert each.time.memory.total <= 450_000_000
+
+
+def test_an_error_that_is_caught_has_the_advice_too():
+    model, batch = Mlp(8, 2048), torch.empty(2048, 2048, device="meta")
+    plan = sl.plan(model, "dp=4", {"**": None})
+    with pytest.raises(torch.OutOfMemoryError) as caught, sl.memory_advice(model, plan, "h100", example=batch):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+    assert "The cheapest changes that make it fit" in caught.value.__notes__[0]
+    with pytest.raises(RuntimeError) as other, sl.memory_advice(model, plan, "h100", example=batch):
+        raise RuntimeError("something else")
+    assert not getattr(other.value, "__notes__", [])
