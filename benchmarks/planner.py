@@ -276,7 +276,8 @@ def main() -> None:
                 each["plan"], f"{1e3 * guess['seconds']:.0f}", f"{1e3 * each['seconds']:.0f}",
                 f"{guess['seconds'] / each['seconds'] - 1:+.0%}",
                 *(f"{1e3 * guess[part]:.0f}" for part in ("compute", "communication", "bubble")),
-                f"{guess['bytes'] / 2**20:.0f}", f"{each['bytes'] / 2**20:.0f}", f"{guess['bytes'] / each['bytes'] - 1:+.0%}",
+                f"{guess['bytes'] / 2**20:.0f}", f"{each['bytes'] / 2**20:.0f}",
+                f"{guess['bytes'] / each['bytes'] - 1:+.0%}",
             )  # fmt: skip
         console.print(table)
         one = summary(found)

@@ -77,7 +77,7 @@ class Held:
 
 @dataclass(frozen=True)
 class PlanPart:
-    """What the plan says of one part.
+    """The rows of a plan that are in one part.
 
     Attributes:
         forward, backward: what gathers its parameters, in each pass.

@@ -46,6 +46,6 @@ def write_new(path: Path, text: str, *, force: bool) -> None:
         with path.open("w" if force else "x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError as error:
-        raise UsageError(f'"{path}" is there already. Give another -o, or --force to replace it.') from error
+        raise UsageError(f'"{path}" is there already. Name another file, or give --force to replace it.') from error
     except OSError as error:
         raise UsageError(f'"{path}" cannot be written: {error.strerror}.') from error

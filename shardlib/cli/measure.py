@@ -100,7 +100,33 @@ def measure_job(device: torch.device, effort: Effort, node: int) -> dict[str, An
             own = next(group for group, members in zip(made, groups, strict=True) if rank in members)
             timings = time_collectives(device, effort, own)
             links.append(link_of(name, ranks, timings, dist.get_world_size(own), found["launch"]))
-    return found | {"links": tuple(links)}
+    return found | {"links": tuple(links), "overlap": _overlap(device, effort) if world > 1 else 1.0}
+
+
+def _overlap(device: torch.device, effort: Effort) -> float:
+    """Return the part of the shorter one of computation and communication that hides behind the other."""
+    side, payload = effort.products[-1] // 2, torch.ones(effort.payloads[-1] // 16, device=device)
+    a, b = torch.ones(side, side, device=device), torch.ones(side, side, device=device)
+
+    def communicate() -> None:
+        dist.all_reduce(payload)
+
+    seconds = _best(communicate, device, effort.repeats)
+    count = max(round(seconds / _best(lambda: torch.mm(a, b), device, effort.repeats)), 1)
+
+    def compute() -> None:
+        for _ in range(count):
+            torch.mm(a, b)
+
+    def both() -> None:
+        work = dist.all_reduce(payload, async_op=True)
+        compute()
+        work.wait()
+
+    taken = torch.tensor([_best(run, device, effort.repeats) for run in (communicate, compute, both)], device=device)
+    dist.all_reduce(taken, dist.ReduceOp.MAX)
+    alone, beside, together = taken.tolist()
+    return round(min(max((alone + beside - together) / min(alone, beside), 0.0), 1.0), 2)
 
 
 def _launch(device: torch.device, repeats: int) -> float:

@@ -276,7 +276,7 @@ def _row(row: Row, cut: Cut) -> Row:
 
 @dataclass
 class _Seen:
-    """What one region has computed and kept."""
+    """The record of one region, which grows."""
 
     kernels: list[Kernel] = field(default_factory=list)
     fused: list[Kernel] = field(default_factory=list)

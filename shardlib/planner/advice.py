@@ -1,4 +1,4 @@
-"""Where a plan does not fit: the cheapest changes that make it fit, with their price in time."""
+"""Advice for a plan that does not fit: the cheapest changes that make it fit, with their price in time."""
 
 from __future__ import annotations
 

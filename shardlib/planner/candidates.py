@@ -57,7 +57,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class Sharding:
-    """How data ranks share parameters, gradients and state. `rank` orders them from plain to elaborate."""
+    """The sharing of parameters, gradients and state among data ranks. `rank` orders it from plain to elaborate."""
 
     rank: int
     transform: Transform | None

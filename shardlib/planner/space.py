@@ -1,4 +1,4 @@
-"""What a search asks about a model: plans, records and prices of the model with its blocks cut, each made once."""
+"""Plans, records and prices of a model whose blocks are cut, each made once in a search."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ GPT = f"{HERE}:tiny"
 MLP_LAYOUT = '[params]\n"up" = "colwise"\n"down" = "rowwise"\n'
 FORMS = (
     "module:factory, file.py:factory or package.module.Class (called without arguments), a Hugging Face folder or "
-    "config.json, or a .safetensors file, its .index.json, or a folder that holds one"
+    "config.json, a .safetensors file, its .index.json, or a folder that holds one, or a name such as llama-3-70b"
 )
 
 Run = Callable[..., tuple[int, str, str]]
@@ -188,7 +188,7 @@ def test_init_keeps_a_file_that_is_there(run: Run, tmp_path: Path):
     file = tmp_path / "mine.toml"
     file.write_text("# mine\n")
     code, _, err = run("init", GPT, "-o", file)
-    assert (code, err) == (2, f'shardlib: "{file}" is there already. Give another -o, or --force to replace it.\n')
+    assert (code, err) == (2, f'shardlib: "{file}" is there already. Name another file, or give --force to replace it.\n')
     assert file.read_text() == "# mine\n"
     assert run("init", GPT, "-o", file, "--force")[0] == 0
     assert file.read_text() != "# mine\n"
