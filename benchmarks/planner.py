@@ -142,8 +142,10 @@ ON_4 = (
     Config("pp=2,tp=2", pipe("1f1b", 4)),
 )
 FEW = (
-    Config("dp=2"), Config("dp=2", "zero(3)"), Config("dp=2", f"zero(2) | {AGAIN}"), Config("tp=2"), Config("dp=2", "zero(2)", passes=2),
-)  # fmt: skip
+    *(Config("dp=2", text) for text in ("", "zero(3)", f"zero(2) | {AGAIN}")),
+    Config("tp=2"),
+    Config("dp=2", "zero(2)", passes=2),
+)
 RUNS: dict[tuple[str, int], Sequence[Config]] = {
     ("gpt 8x512", 2): ON_2,
     ("gpt 4x768", 4): ON_4,
