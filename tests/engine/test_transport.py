@@ -52,6 +52,16 @@ def test_what_is_summed_and_gathered_is_whole(ranks, kind: Any, dim: int, count:
         assert all(map(torch.equal, wholes, summed))
 
 
+def test_a_pool_of_buffers_grows_by_the_least():
+    workspace, device = Workspace(), torch.device("cpu")
+    for sizes in [(10, 2), (11,), (12,)]:
+        taken = [workspace.take(size, torch.float32, device) for size in sizes]
+        for buffer in taken:
+            workspace.give(buffer)
+    held = [workspace.take(1, torch.float32, device).numel() for _ in range(2)]
+    assert held == [2, 12]
+
+
 @pytest.fixture
 def collectives(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks have the environment of the test that calls them."""
