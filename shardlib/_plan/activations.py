@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
-from shardlib._plan.parts import PlanPart, StageShape
+from shardlib._plan.parts import Buffer, PlanPart, Reduced, StageShape
 from shardlib._plan.readable import human_bytes
 from shardlib._plan.schedules import Action, default_schedule, order, splits_backward
 from shardlib._plan.table import PlanTable
 from shardlib._plan.work import Part, Work
 
-__all__ = ["Peak", "peak_of"]
+__all__ = ["Peak", "ReplayedPool", "peak_of"]
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def _pairs(
     return made + ([(work.after, parts[1])] if shape.after else [])
 
 
-_ALIKE, _PASSES = 3, 10
+_ALIKE, _PASSES = 8, 10
 
 
 class _Moment(NamedTuple):
@@ -149,20 +149,46 @@ def _backward(pairs: Sequence[tuple[Part, PlanPart]], limit: int, *, first: bool
     """Return the moment of a backward that holds most. Buckets are pending until their workspace reaches the limit."""
     active = 0.0
     gradients = 0.0 if first else float(sum(part.held.gradients for _, part in pairs))
-    workspace = sent = 0.0
     moments = []
+    pending: list[Reduced] = []
+    waiting: dict[Hashable, Reduced] = {}
+
+    def add(peak: int) -> None:
+        # Where a pass reduces them, full gradients stay until there are shards; else they are the gradients.
+        sent = [one for one in [*pending, *waiting.values()] if one.shards and one.every_pass]
+        later = sum(one.shards for one in sent)
+        moments.append(_Moment(gradients - later, active + peak, sum(one.full for one in sent)))
+
     for work, part in reversed(pairs):
-        moments.append(_Moment(gradients, active + work.backward.peak, sent))
+        add(work.backward.peak)
         active += work.backward.left - part.held.made
         # Shards that a later pass makes are added to the earlier ones when it ends.
         gradients += part.held.gradients if first or (reduces and part.every_pass) else 0
-        if reduces and part.held.sent:
-            sizes = [sum(buffers) for buffers in part.held.reduced]
-            workspace, sent = workspace + sum(sizes), sent + part.held.sent
-            if workspace > (most := max(limit, *sizes, 1)):
-                workspace, sent = most, sent * most / workspace
-    moments.append(_Moment(gradients, active, sent))
+        for bucket in _filled(part.held.reduced, waiting, limit) if reduces else ():
+            while pending and _borrowed(bucket, *pending) > limit:
+                done = pending.pop(0)
+                gradients -= done.full - done.shards if done.shards and not done.every_pass else 0
+            pending.append(bucket)
+    add(0)
     return max(moments, key=lambda moment: moment.total)
+
+
+def _filled(buckets: Iterable[Reduced], waiting: dict[Hashable, Reduced], limit: int) -> Iterator[Reduced]:
+    """Iterate over the buckets that begin when a part has made its gradients; the others wait for those of more parts,
+    by their form."""
+    for bucket in buckets:
+        if bucket.form is None:
+            yield bucket
+            continue
+        joined = waiting.pop(bucket.form).joined(bucket) if bucket.form in waiting else bucket
+        if joined.full >= limit:
+            yield joined
+        else:
+            waiting[bucket.form] = joined
+
+
+def _borrowed(*buckets: Reduced) -> int:
+    return sum(size for bucket in buckets for size in bucket.borrowed)
 
 
 def _replay(
@@ -178,8 +204,9 @@ def _replay(
         keeps: whether unsharded parameters stay until the end of a step.
     """
     held = [part.held for part in parts]
-    turns = [part.held.unsharded for part in parts if part.resharded and not keeps]
-    unsharded = sum(one.unsharded for one in held) - sum(turns) + sum(sorted(turns)[-2:])
+    turns = [size for one in held for size in one.turns]
+    unsharded = sum(one.unsharded for one in held)
+    unsharded += sum(turns) if keeps else sum(max(turns[start::2], default=0) for start in (0, 1))
     count = Counter(action.stage for action in actions if action.kind in "BW")
     done: Counter[int] = Counter()
     active = 0.0
@@ -201,9 +228,9 @@ def _replay(
             done[number] += 1
     moments.append(_Moment(sum(one.gradients for one in held)))
     most = max(moments, key=lambda moment: moment.total)
-    reduced = (part.held.reduced for part in reversed(parts))
-    kept = _pool(tuple(buffers for own, group in groupby(reduced) for _ in [*group][:_ALIKE] for buffers in own), limit)
-    kept += sum(one.updated for one in held) + sum(sorted(one.packed for one in held)[-2:])
+    groups = groupby((one.packed, one.reduced, one.updated) for one in held)
+    kept = _pool(tuple(few for _, group in groups for few in [*group][:_ALIKE]), limit)
+    kept += sum(one.shards for one in held)
     return Peak(
         parameters=sum(one.parameters for one in held),
         state=sum(one.state for one in held),
@@ -215,37 +242,80 @@ def _replay(
     )
 
 
+_Borrowing = tuple[tuple[Buffer, ...], tuple[Reduced, ...], tuple[Buffer, ...]]
+
+
 @functools.lru_cache(maxsize=1024)
-def _pool(buckets: tuple[tuple[int, ...], ...], limit: int) -> int:
-    """Return the bytes of the pool from which buckets borrow, when it no longer grows: none of it is freed, and of what
-    is free a buffer that is too small gives way to a larger one.
+def _pool(parts: tuple[_Borrowing, ...], limit: int) -> int:
+    """Return the bytes of the pool of workspaces when it no longer grows: none of it is freed.
 
     Args:
-        buckets: the buffers that each borrows, in the order of a pass.
+        parts: in their order, what each borrows while its parameters are gathered, its buckets of gradients, and what
+            it borrows after a step.
         limit: the bytes that pending buckets may borrow together; a larger bucket is pending alone.
     """
-    free: list[int] = []
-    pending: list[tuple[int, list[int]]] = []  # what a bucket asked for, and the buffers that it has
+    pool = ReplayedPool()
+    pending: list[tuple[Reduced, list[Buffer]]] = []  # the buckets, with the buffers that they have
     before = -1
+
+    def reduce(bucket: Reduced) -> None:
+        while pending and _borrowed(bucket, *(one for one, _ in pending)) > limit:
+            pool.give(pending.pop(0)[1])
+        pending.append((bucket, pool.take(Buffer(bucket.dtype, size) for size in bucket.borrowed)))
+
     for _ in range(_PASSES):
-        for sizes in buckets:
-            while pending and sum(sizes) + sum(asked for asked, _ in pending) > limit:
-                free += pending.pop(0)[1]
-            pending.append((sum(sizes), [_taken(free, size) for size in sizes]))
+        waiting: dict[Hashable, Reduced] = {}
+        for packed, _, _ in parts:
+            for buffer in packed:
+                pool.give(pool.take([buffer]))
+        backward = parts[::-1]
+        for (_, buckets, _), (packed, _, _) in zip(backward, [*backward[1:], ((), (), ())], strict=True):
+            arriving = pool.take([*packed][-1:])  # while this part is reduced
+            for bucket in _filled(buckets, waiting, limit):
+                reduce(bucket)
+            pool.give(arriving)
+        for bucket in waiting.values():
+            reduce(bucket)
         while pending:
-            free += pending.pop(0)[1]
-        if sum(free) == before:
+            pool.give(pending.pop(0)[1])
+        pool.give(pool.take(_joined((buffer for *_, updated in parts for buffer in updated), limit)))
+        if pool.size == before:
             break
-        before = sum(free)
-    return sum(free)
+        before = pool.size
+    return pool.size
 
 
-def _taken(free: list[int], size: int) -> int:
-    """Take a buffer out of the free ones, and return its size."""
-    fitting = [each for each in free if each >= size]
-    if fitting:
-        free.remove(best := min(fitting))
-        return best
-    if free:
-        free.pop()
-    return size
+def _joined(buffers: Iterable[Buffer], limit: int) -> Iterator[Buffer]:
+    """Iterate over buffers that hold what several of one dtype do, until they reach the limit."""
+    filled: dict[Hashable, int] = {}
+    for one in buffers:
+        filled[one.dtype] = filled.get(one.dtype, 0) + one.size
+        if filled[one.dtype] >= limit:
+            yield Buffer(one.dtype, filled.pop(one.dtype))
+    yield from (Buffer(dtype, size) for dtype, size in filled.items())
+
+
+class ReplayedPool:
+    """The sizes of the buffers that the engine's `Workspace` has free, as it takes and gives them."""
+
+    def __init__(self) -> None:
+        self.free: dict[Hashable, list[int]] = {}
+
+    @property
+    def size(self) -> int:
+        return sum(map(sum, self.free.values()))
+
+    def take(self, asked: Iterable[Buffer]) -> list[Buffer]:
+        return [Buffer(one.dtype, self._taken(self.free.setdefault(one.dtype, []), one.size)) for one in asked]
+
+    def give(self, buffers: Iterable[Buffer]) -> None:
+        for one in buffers:
+            self.free[one.dtype].append(one.size)
+
+    @staticmethod
+    def _taken(free: list[int], size: int) -> int:
+        fitting = [each for each in free if each >= size]
+        if free:
+            free.remove(taken := min(fitting, default=max(free)))
+            return max(taken, size)
+        return size

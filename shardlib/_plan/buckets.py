@@ -82,7 +82,7 @@ class Bucket:
         Shards of other ranks arrive beside each other where gradients are summed. Packed tensors have a buffer, as has
         a large one whose shards differ in size. A bound for both transports: collectives reduce in transfer.
         """
-        packed = self._packed_bytes
+        packed = self.packed_bytes
         if self.first.purpose == "gradients":
             return sum(self.borrowed)
         if self.first.purpose == "updated parameters" and packed:
@@ -92,10 +92,21 @@ class Bucket:
     @property
     def borrowed(self) -> tuple[int, ...]:
         """The bytes of each buffer that a bucket of gradients borrows from the pool of workspaces, at most."""
-        return tuple(size for size in (self._packed_bytes, self.shard_bytes * (self.count - 1)) if size)
+        return tuple(size for size in (self.packed_bytes, self.shard_bytes * (self.count - 1)) if size)
 
     @property
-    def _packed_bytes(self) -> int:
+    def form(self) -> tuple[Hashable, ...]:
+        """What movements that share a bucket have in common."""
+        return _form(self.first)
+
+    @property
+    def full_bytes(self) -> int:
+        """The bytes of the unsharded tensors."""
+        return sum(_unsharded_bytes(one, self.mesh) for one in self.movements)
+
+    @property
+    def packed_bytes(self) -> int:
+        """The bytes of the buffer in which the tensors are packed."""
         in_place = self.alone and (self.count == 1 or not self._uneven())
         return 0 if in_place else self.shard_bytes * self.count
 

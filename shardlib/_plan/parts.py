@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
+from typing import NamedTuple
 
 from shardlib._mesh_shape import MeshShape
-from shardlib._plan.buckets import gradient_buckets, units_of, unshard_buckets, update_buckets
+from shardlib._plan.buckets import Bucket, Unit, gradient_buckets, units_of, unshard_buckets, update_buckets
 from shardlib._plan.cluster import Cluster
 from shardlib._plan.memory import Blocks, blocks_per_stage
 from shardlib._plan.movements import Movement, movements_of
@@ -21,7 +23,18 @@ from shardlib._plan.schedules import default_schedule, rank_of_stage
 from shardlib._plan.table import PlanTable
 from shardlib._plan.work import Work
 
-__all__ = ["Held", "Links", "Message", "PlanPart", "StageShape", "parts_of", "shapes_of", "stages_of_counts"]
+__all__ = [
+    "Buffer",
+    "Held",
+    "Links",
+    "Message",
+    "PlanPart",
+    "Reduced",
+    "StageShape",
+    "parts_of",
+    "shapes_of",
+    "stages_of_counts",
+]
 
 
 @dataclass(frozen=True)
@@ -43,6 +56,44 @@ class Message:
     packed: float = 0.0
 
 
+class Buffer(NamedTuple):
+    """Bytes that are borrowed from the pool of workspaces, which has buffers of each dtype."""
+
+    dtype: Hashable
+    size: int
+
+
+class Reduced(NamedTuple):
+    """A bucket of gradients of one part.
+
+    Attributes:
+        form: what it has in common with those of other parts that fill one bucket with it; None where it is alone.
+        full: bytes of the gradients.
+        shards: bytes of the shards that replace them; 0 where they are reduced in place.
+        borrowed: the buffers that it borrows from the pool of workspaces.
+        dtype: in which they are sent.
+        every_pass: whether they are reduced in each backward pass. Others are full until the last one of a step.
+    """
+
+    form: Hashable
+    full: int
+    shards: int
+    borrowed: tuple[int, ...]
+    dtype: Hashable
+    every_pass: bool
+
+    @classmethod
+    def of(cls, bucket: Bucket) -> Reduced:
+        form = None if bucket.alone else bucket.form
+        shards = bucket.shard_bytes if bucket.scattered else 0
+        return cls(form, bucket.full_bytes, shards, bucket.borrowed, bucket.first.dtype, bucket.ends == "pass ends")
+
+    def joined(self, other: Reduced) -> Reduced:
+        """Return one bucket with the gradients of both."""
+        borrowed = tuple(map(sum, zip_longest(self.borrowed, other.borrowed, fillvalue=0)))
+        return self._replace(full=self.full + other.full, shards=self.shards + other.shards, borrowed=borrowed)
+
+
 @dataclass(frozen=True)
 class Held:
     """Bytes of one part on the rank with the largest shards, in the memory of the device.
@@ -51,12 +102,13 @@ class Held:
         parameters, gradients, state, buffers: as in `Memory`.
         host: of all these, what is in host memory; the other fields do not contain it.
         made: the gradients that backward makes, before they are reduced.
-        unsharded: parameters that are gathered for computation.
-        packed: buffers in which small ones of them arrive.
+        unsharded: parameters that are gathered for computation, and stay.
+        turns: those of each unit that is resharded after forward.
+        packed: buffers in which small ones of them arrive, by dtype.
         stepped: bytes that an element-wise optimizer reads and writes in a step.
-        reduced: the buffers that each bucket of gradients borrows, in the order in which buckets are reduced.
-        sent: gradients that reductions replace by shards; they stay until they are reduced.
-        updated: workspace of gathering updated parameters.
+        reduced: the buckets of gradients, in the order in which they are reduced.
+        updated: buffers in which small parameters arrive that were updated.
+        shards: this rank's shards of them, which are stepped on.
         elements: parameters, global.
     """
 
@@ -67,11 +119,12 @@ class Held:
     host: int = 0
     made: int = 0
     unsharded: int = 0
-    packed: int = 0
+    turns: tuple[int, ...] = ()
+    packed: tuple[Buffer, ...] = ()
     stepped: int = 0
-    reduced: tuple[tuple[int, ...], ...] = ()
-    sent: int = 0
-    updated: int = 0
+    reduced: tuple[Reduced, ...] = ()
+    updated: tuple[Buffer, ...] = ()
+    shards: int = 0
     elements: int = 0
 
 
@@ -220,13 +273,22 @@ def _part(rows: Sequence[Row], plan: PlanTable, shared: Mapping[str, int], state
         resharded=any(unit.resharded for unit in units),
         held=replace(
             _held(rows, mesh, state_tensors),
-            unsharded=sum(_gathered_bytes(one, mesh) for unit in units for one in unit.movements),
-            packed=sum(bucket.workspace_bytes for _, bucket in gathered),
-            reduced=tuple(bucket.borrowed for bucket in buckets if bucket.borrowed),
-            sent=sum(_gathered_bytes(one, mesh) for bucket in buckets if bucket.scattered for one in bucket.movements),
-            updated=sum(bucket.workspace_bytes for bucket in updates),
+            unsharded=sum(_unit_bytes(unit, mesh) for unit in units if not unit.resharded),
+            turns=tuple(_unit_bytes(unit, mesh) for unit in units if unit.resharded),
+            packed=_packed(bucket for _, bucket in gathered),
+            reduced=tuple(Reduced.of(bucket) for bucket in buckets),
+            updated=_packed(updates),
+            shards=sum(bucket.shard_bytes for bucket in updates if bucket.packed_bytes),
         ),
     )
+
+
+def _unit_bytes(unit: Unit, mesh: MeshShape) -> int:
+    return sum(_gathered_bytes(one, mesh) for one in unit.movements)
+
+
+def _packed(buckets: Iterable[Bucket]) -> tuple[Buffer, ...]:
+    return tuple(Buffer(bucket.first.dtype, bucket.packed_bytes) for bucket in buckets if bucket.packed_bytes)
 
 
 _PASSES = ("parameters, forward", "parameters, backward", "gradients")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 import torch.distributed as dist
 
 import shardlib as sl
+from shardlib._plan.activations import ReplayedPool
+from shardlib._plan.parts import Buffer
 from shardlib.engine.data.executor.bucket import Bucket
 from shardlib.engine.ranks import transport
 from shardlib.engine.ranks.transport import CollectiveTransport, PointToPointTransport, Workspace
@@ -50,6 +53,30 @@ def test_what_is_summed_and_gathered_is_whole(ranks, kind: Any, dim: int, count:
     summed = [2 * sum(range(1, count + 1)) * _counted(shape) for shape in shapes]
     for wholes in ranks(count).run(_moved, kind, shapes, dim):
         assert all(map(torch.equal, wholes, summed))
+
+
+def test_a_pool_of_buffers_grows_by_the_least():
+    workspace, device = Workspace(), torch.device("cpu")
+    for sizes in [(10, 2), (11,), (12,)]:
+        taken = [workspace.take(size, torch.float32, device) for size in sizes]
+        for buffer in taken:
+            workspace.give(buffer)
+    held = [workspace.take(1, torch.float32, device).numel() for _ in range(2)]
+    assert held == [2, 12]
+
+
+def test_the_planner_replays_the_pool():
+    workspace, replayed, source = Workspace(), ReplayedPool(), random.Random(0)
+    taken: list[tuple[torch.Tensor, list[Buffer]]] = []
+    for _ in range(300):
+        if taken and source.random() < 0.5:
+            buffer, other = taken.pop(source.randrange(len(taken)))
+            workspace.give(buffer)
+            replayed.give(other)
+        else:
+            dtype, size = source.choice([torch.float32, torch.bfloat16]), source.randrange(1, 100)
+            taken.append((workspace.take(size, dtype, torch.device("cpu")), replayed.take([Buffer(dtype, size)])))
+        assert [buffer.numel() for buffer, _ in taken] == [one.size for _, (one,) in taken]
 
 
 @pytest.fixture

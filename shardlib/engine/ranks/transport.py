@@ -59,8 +59,8 @@ class Workspace:
         fitting = [i for i, buffer in enumerate(free) if buffer.numel() >= numel]
         if fitting:
             return free.pop(min(fitting, key=lambda i: free[i].numel()))
-        if free:
-            free.pop()  # a buffer that has become too small
+        if free:  # the largest gives way, so that the pool grows by the least
+            free.pop(max(range(len(free)), key=lambda i: free[i].numel()))
         with torch.inference_mode(False):  # it is used again outside of one
             return torch.empty(numel, dtype=dtype, device=device)
 
