@@ -1,0 +1,162 @@
+"""Published measurements beside predictions, as rows of tables, with what is known to differ and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import shardlib as sl
+from tests.planner.predictions import plan_of, predicted, record
+from tests.planner.publications import evaluate, load, models, runs, symbols
+
+__all__ = ["Compared", "layer_memory", "stage_memory", "stored_memory"]
+
+MIB, GIB = 2**20, 2**30
+M2022 = "megatron_2205_05198"
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A published number and a predicted one.
+
+    Attributes:
+        where: table, figure or equation of the publication.
+        what: the model and its settings.
+        published, predicted: the numbers.
+        derived: what the prediction has more by design, computed from sizes and not from the prediction.
+        why: what that is.
+    """
+
+    where: str
+    what: str
+    published: float
+    predicted: float
+    derived: float = 0.0
+    why: str = ""
+
+    @property
+    def error(self) -> float:
+        """The relative error as it is."""
+        return self.predicted / self.published - 1
+
+    @property
+    def unexplained(self) -> float:
+        """The relative error that is left when what is derived is added to the published number."""
+        return self.predicted / (self.published + self.derived) - 1
+
+
+# --- memory of activations: arXiv 2205.05198 --------------------------------------------------------------------------
+
+# Of each technique: whether with sequence parallelism, and what is recomputed.
+TECHNIQUES = {
+    "tensor_parallel": (False, "none"),
+    "tensor_and_sequence_parallel": (True, "none"),
+    "tensor_parallel_selective": (False, "selective"),
+    "tensor_and_sequence_parallel_selective": (True, "selective"),
+    "full_recomputation": (False, "full"),
+}
+
+
+def _values(name: str) -> dict[str, Any]:
+    """Return the symbols of a model in its row of table 5."""
+    run = runs(M2022, model=name, where="table 5")[0]
+    stages = dict(sl.MeshShape(run["mesh"]).items())["pp"]
+    return symbols(models(M2022)[name], b=run["microbatch"], t=8, p=stages, m=run["interleaving"])
+
+
+def _differences(technique: str, v: dict[str, Any]) -> dict[str, float]:
+    """Return the bytes that a layer keeps by design and the paper does not count, by what they are."""
+    sequence, recompute = TECHNIQUES[technique]
+    s, b, h, t = (v[key] for key in "sbht")
+    if recompute == "full":
+        return {}
+    # Mean and deviation of two layer norms, in 2 bytes. Section 4 leaves them out.
+    found = {"statistics of layer norms": 2 * 2 * 2 * s * b / (t if sequence else 1)}
+    if sequence:
+        # Megatron keeps the outputs of both layer norms sharded, and gathers them again in backward (section 4.2.2).
+        # The engine keeps them as they were gathered.
+        found["outputs of layer norms, gathered"] = 2 * 2 * s * b * h * (1 - 1 / t)
+    if recompute == "none":
+        found["the causal mask"] = s * s
+        if b == 1:
+            # Keys and values are views of the fused projection's output, so that its queries live beside their scaled
+            # copy. With more rows the product of matrices makes copies of them.
+            found["queries before they are scaled"] = 2 * s * b * h / t
+    return found
+
+
+def _why(differences: dict[str, float]) -> str:
+    return ", ".join(differences)
+
+
+def layer_memory(names: Sequence[str], techniques: Sequence[str] = tuple(TECHNIQUES)) -> Iterator[Compared]:
+    """Iterate over bytes of activations of a layer: table 2, which figure 7 shows in percent."""
+    formulas = load(M2022)["formulas"]["per_layer"]
+    for name in names:
+        v = _values(name)
+        for technique in techniques:
+            sequence, recompute = TECHNIQUES[technique]
+            work, _ = record(M2022, name, 8, sequence=sequence, recompute=recompute, rows=v["b"])
+            (kind,) = work.kinds
+            differ = _differences(technique, v)
+            yield Compared(
+                "table 2", f"{name}, {technique.replace('_', ' ')}", evaluate(formulas[technique], v),
+                kind.forward.left, sum(differ.values()), _why(differ),
+            )  # fmt: skip
+
+
+def stage_memory(names: Sequence[str], cluster: sl.Cluster) -> Iterator[Compared]:
+    """Iterate over bytes of activations of the first stage: figure 1, and section 4.3 for what is outside of layers."""
+    formulas = load(M2022)["formulas"]
+    for name in names:
+        v = _values(name)
+        run = runs(M2022, model=name, where="table 5")[0]
+        for technique in ("tensor_parallel", "tensor_and_sequence_parallel_selective"):
+            sequence, recompute = TECHNIQUES[technique]
+            used = {**run, "sequence_parallel": sequence, "recompute": recompute}
+            more = evaluate(formulas["first_stage"]["interleaving_factor"], v) if v["m"] > 1 else 1.0
+            layers = v["L"] * more  # of which the first stage keeps activations
+            published = evaluate(formulas["per_layer"][technique], v) * layers
+            time = predicted(M2022, used, cluster)
+            differ = {what: each * layers for what, each in _differences(technique, v).items()}
+            differ |= _outside(v, v["p"] * more, sequence=sequence) | _borrowed(v)
+            yield Compared(
+                "figure 1", f"{name}, {technique.replace('_', ' ')}", published, time.memory.activations,
+                sum(differ.values()), _why(differ),
+            )  # fmt: skip
+
+
+def _outside(v: dict[str, Any], flying: float, *, sequence: bool) -> dict[str, float]:
+    """Return the bytes outside of layers: section 4.3, and what appendix B saves."""
+    s, b, h, t = (v[key] for key in "sbht")
+    part = s * b * h / (t if sequence else 1)
+    found = {
+        "the mask of the embedding's dropout": part * flying,
+        # Megatron frees the output of a stage once it is sent (appendix B). Here it stays, as one more layer's input.
+        "outputs of the stage": 2 * part * flying,
+    }
+    if v["p"] == 1:
+        found["the last layer norm and logits"] = 4 * s * b * h / t * (1 + v["v"] / h)
+    return found
+
+
+def _borrowed(v: dict[str, Any]) -> dict[str, float]:
+    """Return the bytes that the backward pass of a layer makes beside the gradients of earlier microbatches."""
+    return {"gradients of a layer, before they are added": 4 * 12 * v["h"] ** 2 / v["t"]} if v["p"] > 1 else {}
+
+
+def stored_memory(names: Sequence[str]) -> Iterator[Compared]:
+    """Iterate over bytes of parameters, gradients and state of the first stage, of 18 bytes a parameter."""
+    for row in load(M2022)["memory"]:
+        if row["model"] in names:
+            v = _values(row["model"])
+            h, t, layers = v["h"], v["t"], v["L"] // v["p"]
+            outside = v["v"] * h / t + v["s"] * h + (2 * h if v["p"] == 1 else 0)
+            # Biases and both layer norms: of 3h/t, h, 4h/t, h, and 4h.
+            small = layers * (7 * h / t + 6 * h)
+            held = plan_of(M2022, runs(M2022, model=row["model"], where="table 5")[0]).memory()
+            yield Compared(
+                "figure 1", row["model"], row["derived_state_gib"] * GIB, held.total, 18 * (outside + small),
+                "embeddings, biases and layer norms, of 18 bytes",
+            )  # fmt: skip
