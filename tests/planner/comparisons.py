@@ -14,6 +14,7 @@ __all__ = ["Compared", "layer_memory", "stage_memory", "stored_memory"]
 
 MIB, GIB = 2**20, 2**30
 M2022 = "megatron_2205_05198"
+M2021 = "megatron_2104_04473"
 
 
 @dataclass(frozen=True)
@@ -160,3 +161,37 @@ def stored_memory(names: Sequence[str]) -> Iterator[Compared]:
                 "figure 1", row["model"], row["derived_state_gib"] * GIB, held.total, 18 * (outside + small),
                 "embeddings, biases and layer norms, of 18 bytes",
             )  # fmt: skip
+
+
+# --- times: arXiv 2205.05198 ------------------------------------------------------------------------------------------
+
+
+def layer_times(cluster: sl.Cluster) -> Iterator[Compared]:
+    """Iterate over milliseconds of a layer of the 22B model: table 4, on which the cluster is calibrated."""
+    for row in load(M2022)["layer_times"]:
+        same = {key: row[key] for key in ("sequence_parallel", "recompute")}
+        run = {**same, "model": row["model"], "mesh": "tp=8", "global_batch": 4, "microbatch": 4}
+        spans = {span.name: span.end - span.start for span in predicted(M2022, run, cluster).spans}
+        for phase in ("forward", "backward"):
+            yield Compared("table 4", f"{row['name']}, {phase}", row[f"{phase}_ms"], 1e3 * spans[f"{phase} block"])
+
+
+def step_times(cluster: sl.Cluster, **having: Any) -> Iterator[Compared]:
+    """Iterate over seconds of a step: table 5, and section 6.3."""
+    for run in runs(M2022, **having):
+        how = "recomputed in full" if run["recompute"] == "full" else "selective, sequence parallel"
+        time = predicted(M2022, run, cluster).seconds
+        yield Compared(run["where"], f"{run['model']} on {run['gpus']}, {how}", run["iteration_seconds"], time)
+
+
+# --- throughput: arXiv 2104.04473 -------------------------------------------------------------------------------------
+
+
+def throughput(cluster: sl.Cluster, **having: Any) -> Iterator[Compared]:
+    """Iterate over TFLOP/s of a GPU, by equation 3: tables 1 and 2."""
+    formula = load(M2021)["formulas"]["flops"]
+    for run in runs(M2021, **having):
+        flops = evaluate(formula, symbols(models(M2021)[run["model"]], B=run["global_batch"]))
+        time = predicted(M2021, run, cluster).seconds
+        what = f"{run['model']} on {run['gpus']}, {run.get('scheme', run['mesh'])}"
+        yield Compared(run["where"], what, run["tflops_per_gpu"], flops / time / run["gpus"] / 1e12)
