@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import shardlib as sl
-from tests.planner.predictions import plan_of, predicted, record
+from tests.planner.predictions import plan_of, predicted, predicted_llama, record
 from tests.planner.publications import evaluate, load, models, runs, symbols
 
-__all__ = ["Compared", "layer_memory", "stage_memory", "stored_memory"]
+__all__ = [
+    "Compared",
+    "gather_rates",
+    "layer_memory",
+    "layer_times",
+    "stage_memory",
+    "step_times",
+    "stored_memory",
+    "throughput",
+    "titan_runs",
+    "tokens",
+]
 
 MIB, GIB = 2**20, 2**30
 M2022 = "megatron_2205_05198"
 M2021 = "megatron_2104_04473"
+TITAN = "torchtitan"
 
 
 @dataclass(frozen=True)
@@ -195,3 +207,60 @@ def throughput(cluster: sl.Cluster, **having: Any) -> Iterator[Compared]:
         time = predicted(M2021, run, cluster).seconds
         what = f"{run['model']} on {run['gpus']}, {run.get('scheme', run['mesh'])}"
         yield Compared(run["where"], what, run["tflops_per_gpu"], flops / time / run["gpus"] / 1e12)
+
+
+def gather_rates() -> Iterator[tuple[str, int, float]]:
+    """Iterate over what ZeRO-3 of table 2 sent: the model, rows of a microbatch, and bytes a second of a GPU.
+
+    A step gathers parameters for forward and for backward, and reduce-scatters gradients, of 2 bytes each.
+    """
+    formula = load(M2021)["formulas"]
+    for run in runs(M2021, where="table 2", scheme="zero3"):
+        values = symbols(models(M2021)[run["model"]], B=run["global_batch"])
+        seconds = evaluate(formula["flops"], values) / run["gpus"] / run["tflops_per_gpu"] / 1e12
+        yield run["model"], run["microbatch"], 3 * 2 * evaluate(formula["parameters"], values) / seconds
+
+
+# --- Llama 3 in torchtitan --------------------------------------------------------------------------------------------
+
+
+# What products reach on the H100 of 500 W instead of 700 W: calibrated on 6667 tokens/s of 8B, compiled, on 8 GPUs
+# (llama3_h100_202412_torchtitan.md, table 1). The cards' own peak is not known.
+_REACHED_WITH_500_WATTS = 0.54
+
+
+def titan_cluster(gpu: str, *, calibrated: bool = True) -> sl.Cluster:
+    """Return the machines of torchtitan's tables: an H100 with slower memory and less power, or an A100 80GB."""
+    if gpu.startswith("A100"):
+        return sl.Cluster.preset("a100-80")
+    hardware, h100 = load(TITAN)["hardware"], sl.Cluster.preset("h100")
+    memory = replace(h100.memory_bandwidth, peak=1e12 * hardware["memory_bandwidth_tbs"])
+    rates = dict(h100.products)
+    if calibrated:
+        rates["bfloat16"] = replace(rates["bfloat16"], reached=_REACHED_WITH_500_WATTS)
+    return h100.replace(memory=96 * 10**9, memory_bandwidth=memory, products=tuple(rates.items()))
+
+
+def titan_runs() -> list[dict[str, Any]]:
+    """Return the runs that a plan can express: in bfloat16, on data and tensor parallel ranks, without async TP."""
+    return [
+        run
+        for run in runs(TITAN, float8=False)
+        if set(sl.MeshShape(run["mesh"]).names) <= {"dp", "tp"}
+        and run["recompute"] in ("none", "full", "selective op")
+        and not run.get("async_tp")
+    ]
+
+
+def tokens(chosen: Sequence[dict[str, Any]], *, calibrated: bool = True) -> Iterator[tuple[Compared, Compared | None]]:
+    """Iterate over tokens a second of a GPU, and GiB of memory where they are published."""
+    for run in chosen:
+        time = predicted_llama(TITAN, run, titan_cluster(run["gpu"], calibrated=calibrated))
+        compiled = ", compiled" if run.get("compile") else ""
+        what = f"{run['model']} on {run['gpus']} {run['gpu']}, {run['mesh']}, {run['recompute']}{compiled}"
+        rate = time.tokens_per_second / run["gpus"]
+        where = run["where"].removeprefix("benchmarks/")
+        memory = None
+        if "memory_gib" in run:
+            memory = Compared(where, what, run["memory_gib"], time.memory.total / GIB)
+        yield Compared(where, what, run["tokens_per_second_per_gpu"], rate), memory

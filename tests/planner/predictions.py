@@ -20,7 +20,7 @@ from tests.planner import models as built
 from tests.planner.models import MEGATRON_RULES
 from tests.planner.publications import build, models
 
-__all__ = ["SELECTIVE", "draws_of_shards", "plan_of", "predicted", "record"]
+__all__ = ["SELECTIVE", "draws_of_shards", "plan_of", "predicted", "predicted_llama", "record"]
 
 SELECTIVE = "**.core_attention"
 """The modules that selective recomputation computes again (arXiv 2205.05198, section 5)."""
@@ -45,9 +45,14 @@ def draws_of_shards() -> Iterator[None]:
 
 
 def recomputing(kind: str) -> list[Transform]:
-    """Return the transforms for a kind of recomputation: "none", "selective" or "full"."""
+    """Return the transforms for a kind of recomputation.
+
+    That of torchtitan, "selective op", keeps every second product of matrices, and attention. Modules cannot say so;
+    the MLP, whose gate and up projection run again, is the nearest.
+    """
     return {
         "none": [],
+        "selective op": [sl.checkpoint_activations("**.mlp")],
         "selective": [sl.checkpoint_activations(SELECTIVE)],
         "full": [sl.checkpoint_activations()],
     }[kind]
@@ -124,6 +129,19 @@ def plan_of(file: str, run: dict[str, Any]) -> Plan:
         file, run["model"], run["mesh"], run["sequence_parallel"], run["recompute"], run.get("zero", 0),
         run.get("interleaving", 1), count,
     )  # fmt: skip
+
+
+def predicted_llama(file: str, run: dict[str, Any], cluster: sl.Cluster) -> StepTime:
+    """Predict a published run of Llama 3 on data and tensor parallel ranks, whose parameters FSDP shards."""
+    sizes = dict(sl.MeshShape(run["mesh"]).items())
+    assert set(sizes) <= {"dp", "tp"}
+    work, examples = record(
+        file, run["model"], sizes.get("tp", 1), sequence=True, recompute=run["recompute"], rows=run["rows_per_dp"],
+        seq=run["seq"],
+    )  # fmt: skip
+    whole = {"global_batch": run["rows_per_dp"] * sizes["dp"], "microbatch": run["rows_per_dp"], "zero": 3}
+    plan = plan_of(file, {**run, **whole, "sequence_parallel": True})
+    return time_of(plan, work, cluster, examples, compiled=run.get("compile", False))
 
 
 def predicted(file: str, run: dict[str, Any], cluster: sl.Cluster, *, own: bool = True) -> StepTime:
