@@ -50,12 +50,16 @@ def main() -> None:
     table("Activations of the first stage", stage_memory(some, a100), "GiB", gib, split=True)
     table("Parameters, gradients and state of the first stage", stored_memory(some), "GiB", gib, split=True)
     table("Milliseconds of a layer of 22B (calibrated on these)", layer_times(a100), "ms", _scaled(1, 1), split=False)
+    drawn = layer_times(a100, own=False)
+    table("The same, where each rank draws full dropout masks", drawn, "ms", _scaled(1, 1), split=False)
     table("Seconds of a step", step_times(a100, **of_models), "s", _scaled(1, 2), split=False)
     table("TFLOP/s of a GPU, ZeRO-3 and pipelines", throughput(a100, where="table 2", **of_2021), "", _scaled(1, 0),
           split=False)  # fmt: skip
     if not args.quick:
         weak = throughput(a100, where="table 1")
         table("TFLOP/s of a GPU, weak scaling", weak, "", _scaled(1, 0), split=False)
+    raw = (rate for rate, _ in tokens(titan, calibrated=False) if "H100" in rate.what)
+    table("Tokens a second of a GPU, Llama 3, if these H100 were of 700 W", raw, "", _scaled(1, 0), split=False)
     both = [*tokens(titan)]
     table("Tokens a second of a GPU, Llama 3", (rate for rate, _ in both), "", _scaled(1, 0), split=False)
     table("Memory, Llama 3", (memory for _, memory in both if memory), "GiB", _scaled(1, 1), split=False)
