@@ -7,8 +7,10 @@ of a record does not depend on the depth of a model.
 from __future__ import annotations
 
 import dataclasses
+import sys
 import weakref
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -169,7 +171,8 @@ def record_work(
     given = arguments_of(model, example)
     cut = cut_of(model, plan) if cut is None else cut
     restricted = _restricted(model, plan, cut)
-    with fake_world(restricted, "cpu") as mesh:
+    unpacked = nullcontext() if "position_ids" in given[1] else _rows_of_one_sequence()
+    with unpacked, fake_world(restricted, "cpu") as mesh:
         fake = cut.applied(fake_copy(model, "cpu", without=cut.dropped(model)))
         args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: fake_like(t, "cpu"), given)
         apply_plan(fake, restricted, mesh, check=False)
@@ -198,6 +201,24 @@ def record_work(
         rows=rows_of(example),
         tokens=_tokens(given),
     )
+
+
+@contextmanager
+def _rows_of_one_sequence() -> Iterator[None]:
+    """Let transformers take each row for one sequence, as it finds in a real run by reading the positions.
+
+    Positions without values could be those of packed sequences, for which it makes a mask of all pairs of tokens.
+    """
+    module: Any = sys.modules.get("transformers.masking_utils")
+    find = getattr(module, "find_packed_sequence_indices", None)
+    if find is None:
+        yield
+        return
+    module.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield
+    finally:
+        module.find_packed_sequence_indices = find
 
 
 class ModelSource:
