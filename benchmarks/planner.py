@@ -57,17 +57,20 @@ def gpt(layers: int, embed: int, heads: int) -> nn.Module:
 def llama() -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 6, "num_attention_heads": 8}
+    sizes: dict[str, Any] = {
+        "hidden_size": 512,
+        "intermediate_size": 1408,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 8,
+    }
     return LlamaForCausalLM(LlamaConfig(vocab_size=8192, num_key_value_heads=4, use_cache=False, **sizes))
 
 
 def vit() -> nn.Module:
     from transformers import ViTConfig, ViTForImageClassification
 
-    return ViTForImageClassification(
-        ViTConfig(hidden_size=384, num_hidden_layers=6, num_attention_heads=6, intermediate_size=1536, num_labels=100,
-                  image_size=160, patch_size=16)
-    )  # fmt: skip
+    sizes: dict[str, Any] = {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 6, "num_labels": 100}
+    return ViTForImageClassification(ViTConfig(intermediate_size=1536, image_size=160, patch_size=16, **sizes))
 
 
 def token_rows(seq: int, name: str, rows: int) -> dict[str, Tensor]:
@@ -284,8 +287,8 @@ def main() -> None:
         console.print(table)
         one = summary(found)
         console.print(
-            f"rank correlation {one['correlation']:.3f}; the choice takes {one['choice']:.3f} of the best; median error "
-            f"of time {one['time_error']:.1%}; largest error of memory {one['bytes_error']:.1%}"
+            f"rank correlation {one['correlation']:.3f}; the choice takes {one['choice']:.3f} of the best; "
+            f"median error of time {one['time_error']:.1%}; largest error of memory {one['bytes_error']:.1%}"
         )
         results.append({"model": name, "ranks": ranks, "plans": found, **one})
     if options.json:

@@ -188,7 +188,8 @@ def test_init_keeps_a_file_that_is_there(run: Run, tmp_path: Path):
     file = tmp_path / "mine.toml"
     file.write_text("# mine\n")
     code, _, err = run("init", GPT, "-o", file)
-    assert (code, err) == (2, f'shardlib: "{file}" is there already. Name another file, or give --force to replace it.\n')
+    said = f'shardlib: "{file}" is there already. Name another file, or give --force to replace it.\n'
+    assert (code, err) == (2, said)
     assert file.read_text() == "# mine\n"
     assert run("init", GPT, "-o", file, "--force")[0] == 0
     assert file.read_text() != "# mine\n"

@@ -12,6 +12,7 @@ from torch import nn
 import shardlib as sl
 from shardlib._plan import Link, Rate
 from shardlib._plan.activations import _pool
+from shardlib._plan.parts import Reduced
 from shardlib._plan.schedules import Action, order, timeline
 from shardlib._plan.timing import Span, _run, _Times
 from shardlib.errors import PlanError
@@ -179,9 +180,13 @@ def test_blocks_of_several_kinds_are_recorded_each():
 
 
 def test_the_pool_of_workspaces_keeps_its_buffers():
-    assert _pool(((100,), (10,)), 50) == 100  # one at a time
-    assert _pool(((10,), (10,), (10,)), 20) == 20  # two at a time
-    assert _pool((), 50) == 0
+    def pool(*sizes: int, limit: int) -> int:
+        buckets = tuple(Reduced(None, size, size, (size,), torch.float32, True) for size in sizes)
+        return _pool((((), buckets, ()),), limit)
+
+    assert pool(100, 10, limit=50) == 100  # one at a time
+    assert pool(10, 10, 10, limit=20) == 20  # two at a time
+    assert pool(limit=50) == 0
 
 
 def test_offloaded_state_is_copied_and_is_not_on_the_device():
