@@ -157,7 +157,7 @@ def _backward(pairs: Sequence[tuple[Part, PlanPart]], limit: int, *, first: bool
         # Where a pass reduces them, full gradients stay until there are shards; else they are the gradients.
         sent = [one for one in [*pending, *waiting.values()] if one.shards and one.every_pass]
         later = sum(one.shards for one in sent)
-        moments.append(_Moment(gradients - later, active + peak, sum(one.full for one in sent)))
+        moments.append(_Moment(gradients - later, active + peak, sum(one.held for one in sent)))
 
     for work, part in reversed(pairs):
         add(work.backward.peak)
@@ -167,7 +167,7 @@ def _backward(pairs: Sequence[tuple[Part, PlanPart]], limit: int, *, first: bool
         for bucket in _filled(part.held.reduced, waiting, limit) if reduces else ():
             while pending and _borrowed(bucket, *pending) > limit:
                 done = pending.pop(0)
-                gradients -= done.full - done.shards if done.shards and not done.every_pass else 0
+                gradients -= done.held - done.shards if done.shards and not done.every_pass else 0
             pending.append(bucket)
     add(0)
     return max(moments, key=lambda moment: moment.total)

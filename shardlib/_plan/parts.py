@@ -68,7 +68,8 @@ class Reduced(NamedTuple):
 
     Attributes:
         form: what it has in common with those of other parts that fill one bucket with it; None where it is alone.
-        full: bytes of the gradients.
+        full: bytes of the gradients, as they are sent.
+        held: the same, in the dtype of the gradients.
         shards: bytes of the shards that replace them; 0 where they are reduced in place.
         borrowed: the buffers that it borrows from the pool of workspaces.
         dtype: in which they are sent.
@@ -77,6 +78,7 @@ class Reduced(NamedTuple):
 
     form: Hashable
     full: int
+    held: int
     shards: int
     borrowed: tuple[int, ...]
     dtype: Hashable
@@ -86,12 +88,21 @@ class Reduced(NamedTuple):
     def of(cls, bucket: Bucket) -> Reduced:
         form = None if bucket.alone else bucket.form
         shards = bucket.shard_bytes if bucket.scattered else 0
-        return cls(form, bucket.full_bytes, shards, bucket.borrowed, bucket.first.dtype, bucket.ends == "pass ends")
+        first = bucket.first
+        held = bucket.full_bytes * (first.source.dtype or first.dtype).itemsize // first.dtype.itemsize
+        return cls(
+            form, bucket.full_bytes, held, shards, bucket.borrowed, bucket.first.dtype, bucket.ends == "pass ends"
+        )
 
     def joined(self, other: Reduced) -> Reduced:
         """Return one bucket with the gradients of both."""
         borrowed = tuple(map(sum, zip_longest(self.borrowed, other.borrowed, fillvalue=0)))
-        return self._replace(full=self.full + other.full, shards=self.shards + other.shards, borrowed=borrowed)
+        return self._replace(
+            full=self.full + other.full,
+            held=self.held + other.held,
+            shards=self.shards + other.shards,
+            borrowed=borrowed,
+        )
 
 
 @dataclass(frozen=True)
