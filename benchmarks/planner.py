@@ -40,7 +40,7 @@ from shardlib.transforms import Transform, parse
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from gpt import GPT, GPTConfig
 
-WARM_UP, STEPS, QUICK_STEPS, ROUNDS = 2, 4, 1, 3
+WARM_UP, STEPS, QUICK_STEPS, ROUNDS = 2, 3, 1, 2
 
 
 class TrainedGPT(GPT):
