@@ -45,7 +45,8 @@ class StepTime:
         bubble: waiting for other stages of the pipeline.
         optimizer: the update of an element-wise optimizer, from the bytes that it reads and writes.
         copies: between device and host.
-        flops: operations of the model's forward and backward on one device, without those that are computed again.
+        flops: operations of the model's forward and backward on one device, the mean of all ranks, without those that
+            are computed again.
         peak_rate: operations a second of a device that its vendor promises.
         tokens: in a step, of all ranks; 0 where the example has none.
         memory: the most bytes of a device.
@@ -257,8 +258,8 @@ def price(
     memory = peak_of(plan, work, parts, shapes)
     slowest = made.stage
     microbatches = _microbatches(plan, shapes) if len(stages) > 1 else 1
-    own = _parts_of_rank(work, [one.shape for one in stages if one.shape.rank == slowest.shape.rank])
-    flops = 3.0 * passes * microbatches * sum(each.forward.flops for each in own)
+    ranks = 1 + max(shape.rank for shape in shapes)
+    flops = 3.0 * passes * microbatches * sum(part.forward.flops for part in work.parts()) / ranks
     return StepTime(
         compute=made.compute,
         exposed=tuple((what, seconds) for what, seconds in made.exposed if seconds > 0),
@@ -357,13 +358,6 @@ def _simulated(schedule: str, ranks: int, count: int) -> int:
     return count if count <= most or schedule == "gpipe" else most + count % ranks
 
 
-def _parts_of_rank(work: Work, shapes: Sequence[StageShape]) -> list[Part]:
-    found = []
-    for shape in shapes:
-        found += [work.before] * shape.before + [work.kinds[kind] for kind in shape.kinds] + [work.after] * shape.after
-    return found
-
-
 def _stage(
     shape: StageShape,
     times: tuple[_Times, _Times, tuple[_Times, ...]],
@@ -383,12 +377,19 @@ def _stage(
     backward = _run(own, backward=True, reduces=each_pass)
     last = _run(own, backward=True, reduces=True)
     messages = [message for part in its for message in part.stepped]
-    stepped = sum(part.held.stepped for part in its) / cluster.memory_bandwidth.sustained + cluster.launch
+    stepped = cluster.launch + sum(_stepping(part, cluster) for part in its)
     first, forward, backward, last = (run.with_overlap(cluster.overlap) for run in (first, forward, backward, last))
     copied = sum(links.seconds(message) for message in messages if message.kind == "copy")
-    copied += sum(cluster.host_time(2 * part.held.host) for part in its if part.held.host)
     sent = sum(links.seconds(message) for message in messages if message.kind != "copy")
     return _Stage(shape, first, forward, backward, last, sent, copied, stepped)
+
+
+def _stepping(part: PlanPart, cluster: Cluster) -> float:
+    """Return the seconds of an element-wise optimizer. Where state is in host memory, the host steps it: no faster than
+    its memory is reached."""
+    on_host = part.held.host > part.held.state
+    rate = cluster.host_bandwidth if on_host else cluster.memory_bandwidth
+    return part.held.stepped / rate.sustained
 
 
 def _times(name: str, work: Part, part: PlanPart, cluster: Cluster, links: Links, *, compiled: bool) -> _Times:

@@ -177,6 +177,9 @@ def _add_audit(parser: argparse.ArgumentParser) -> None:
 def _add_plan(parser: argparse.ArgumentParser) -> None:
     _add_layout(parser)
     _add_training(parser, "dry-run a training step and report its collectives and memory")
+    parser.add_argument(
+        "--cluster", help="also predict the time of a step on these machines, or say which changes would make it fit"
+    )
     parser.add_argument("--diff", metavar="FILE", help="show what changes from a plan that was written by --json")
     parser.add_argument("--html", metavar="FILE", help="also write a page with pictures")
     parser.add_argument("--all", action="store_true", help="a line for every tensor: do not fold repeated blocks")

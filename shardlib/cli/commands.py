@@ -23,6 +23,7 @@ from shardlib.cli.models import load_model
 from shardlib.cli.usage import UsageError
 from shardlib.engine import dryrun
 from shardlib.errors import ShardlibError
+from shardlib.planner import check_memory
 from shardlib.rules import Rules
 from shardlib.transforms import Transform, parse
 
@@ -30,12 +31,14 @@ __all__ = ["doctor", "explain", "init", "parsed_transform", "plan", "prove", "ru
 
 
 def plan(options: argparse.Namespace) -> int:
-    """Print a plan, or what changes from an earlier one."""
+    """Print a plan, or what changes from an earlier one; with a cluster also the time of a step, or that it does not
+    fit."""
     model = load_model(options.model)
     chosen = [parsed_transform(text) for text in options.transform or ()]
-    made = dryrun.plan(
-        model, options.mesh, rules_of(options, model), transforms=chosen, example=inputs.read(options.example)
-    )
+    example = inputs.read(options.example)
+    if options.cluster and example is None:
+        raise UsageError("--cluster prices a step, which depends on its batch: give --example, once for each input.")
+    made = dryrun.plan(model, options.mesh, rules_of(options, model), transforms=chosen, example=example)
     if options.html:
         made.html(options.html)
     if options.diff:
@@ -44,6 +47,10 @@ def plan(options: argparse.Namespace) -> int:
         print(made.to_json(), end="")
     else:
         _show(made, fold=not options.all)
+    if options.cluster:
+        time = check_memory(model, made, options.cluster, example=example)
+        if not options.json:
+            print(f"\n{time}")
     return 0
 
 

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from shardlib import layouts
-from shardlib._plan import Plan, make_plan
+from shardlib._plan import Cluster, Plan, make_plan
 from shardlib.cli import main
 from shardlib.testing import census
 from shardlib.transforms import accumulate, offload, zero
@@ -611,3 +611,30 @@ def test_a_function_that_cannot_be_checked_is_refused(run: Run, function: Path, 
     code, out, err = run("check", *(re.sub("MODULE|LAYOUT", lambda m: names[m[0]], each) for each in given))
     assert (code, out) == (2, "")
     assert said in err
+
+
+def test_a_plan_with_a_cluster_says_how_long_a_step_is_or_what_would_make_it_fit(run, tmp_path):
+    given = ["plan", "torch.nn:Identity", "--mesh", "dp=2", "--cluster", "h100"]
+    code, _, err = run(*given)
+    assert code == 2 and "give --example" in err
+    code, out, _ = run("plan", GPT, "--mesh", "dp=2", "--example", "2x16:int64", "--cluster", "h100")
+    assert code == 0 and "MFU" in out and "memory at the peak" in out
+    small = tmp_path / "small.toml"
+    small.write_text(Cluster.preset("h100").replace(name="small", memory=100_000).to_toml())
+    code, _, err = run("plan", GPT, "--mesh", "dp=2", "--example", "2x16:int64", "--cluster", small)
+    assert code == 1 and "it lacks" in err
+
+
+def test_tune_prints_the_best_plans_and_writes_what_is_asked_for(run, tmp_path):
+    asked = ["tune", GPT, "--cluster", "cpu", "--world", "2", "--batch", "8", "--example", "1x16:int64"]
+    page, script = tmp_path / "plans.html", tmp_path / "train_it.py"
+    code, out, _ = run(*asked, "--axes", "tp=1,pp=1", "--html", page, "--script", script)
+    assert code == 0 and "To use the best one" in out and "<svg" in page.read_text()
+    assert "sl.shard_model(model" in script.read_text()
+    compile(script.read_text(), "train_it.py", "exec")
+    code, _, err = run(*asked, "--axes", "tp=1,pp=1", "--script", script)
+    assert code == 2 and "is there already" in err
+    code, out, _ = run(*asked, "--axes", "tp=1,pp=1", "--json")
+    assert json.loads(out)["plans"][0]["mesh"] == "dp=2"
+    code, _, err = run("tune", GPT, "--cluster", "h1", "--world", "2", "--batch", "8", "--example", "1x16:int64")
+    assert code == 1 and "No cluster is called" in err
