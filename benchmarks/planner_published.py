@@ -1,7 +1,7 @@
 """The planner's predictions beside published measurements of large models: tables of docs/planner.md.
 
 Nothing runs on devices. The numbers and their sources are in tests/planner/published. One constant is calibrated on one
-table: what products reach on A100, on table 4 of arXiv 2205.05198; torchtitan's H100 of 500 W have one of their own.
+table: what products reach on A100, on table 4 of arXiv 2205.05198. torchtitan's H100 have one of their own, of one row.
 """
 
 from __future__ import annotations
@@ -59,7 +59,13 @@ def main() -> None:
         weak = throughput(a100, where="table 1")
         table("TFLOP/s of a GPU, weak scaling", weak, "", _scaled(1, 0), split=False)
     raw = (rate for rate, _ in tokens(titan, calibrated=False) if "H100" in rate.what)
-    table("Tokens a second of a GPU, Llama 3, if these H100 were of 700 W", raw, "", _scaled(1, 0), split=False)
+    table(
+        "Tokens a second of a GPU, Llama 3, with the rate of products of the h100 preset",
+        raw,
+        "",
+        _scaled(1, 0),
+        split=False,
+    )
     both = [*tokens(titan)]
     table("Tokens a second of a GPU, Llama 3", (rate for rate, _ in both), "", _scaled(1, 0), split=False)
     table("Memory, Llama 3", (memory for _, memory in both if memory), "GiB", _scaled(1, 1), split=False)

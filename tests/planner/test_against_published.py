@@ -72,7 +72,7 @@ def test_steps_take_as_long_as_those_of_megatron(name: str):
 )
 def test_throughput_of_weak_scaling_is_that_of_megatron(run: dict[str, Any]):
     (row,) = throughput(A100, where="table 1", model=run["model"])
-    # Without tensor parallelism, or with little of it, a layer of these sizes was slower than the calibrated one.
+    # The two models with one or two tensor parallel ranks miss by 15% to 18%. Why is not known.
     assert abs(row.error) < (0.15 if "tp=8" in run["mesh"] or "tp=4" in run["mesh"] else 0.2), row
 
 
@@ -111,7 +111,8 @@ def _of_titan() -> list[Any]:
 @pytest.mark.parametrize("run", _of_titan())
 def test_tokens_are_those_of_torchtitan(run: dict[str, Any]):
     ((rate, memory),) = tokens([run])
-    # Whether rows of docs/performance.md were compiled is not stated; they are priced without it.
+    # Whether rows of docs/performance.md were compiled is not stated; they are priced without it. 405B misses by 16.5%,
+    # and by 13.7% if it was compiled.
     assert abs(rate.error) < (0.15 if run["model"] != "405B" else 0.2), rate
     assert memory is None or abs(memory.error) < 0.15, memory
 
