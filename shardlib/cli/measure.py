@@ -1,11 +1,13 @@
 """Measure what a `Cluster` says, on the machine that runs this: products, memory, launches, and collectives of ranks.
 
-Each figure is the best of several repetitions: other programs on the machine only make them slower.
+Each figure is the best of several repetitions: other programs on the machine only make them slower. On a CPU whose cores
+ranks share it is the median: they slow each other in training too.
 """
 
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -168,12 +170,14 @@ def _beyond(seconds: float, launch: float) -> float:
 
 
 def _best(run: Callable[[], object], device: torch.device, repeats: int, limit: float = math.inf) -> float:
-    """Return the seconds of the fastest of some runs, after one that is not counted; of fewer after `limit` seconds."""
+    """Return the seconds of the fastest of some runs, or of the median, after one that is not counted; of fewer runs
+    after `limit` seconds."""
     run()
     found: list[float] = []
     while len(found) < repeats and sum(found) < limit:
         found.append(_seconds(run, device))
-    return min(found)
+    shared = device.type == "cpu" and dist.is_initialized()
+    return statistics.median(found) if shared else min(found)
 
 
 def _seconds(run: Callable[[], object], device: torch.device) -> float:
