@@ -1,7 +1,7 @@
 """Measure what a `Cluster` says, on the machine that runs this: products, memory, launches, and collectives of ranks.
 
-Each figure is the best of several repetitions: other programs on the machine only make them slower. On a CPU whose cores
-ranks share it is the median: they slow each other in training too.
+Each figure is the best of several repetitions: other programs on the machine only make them slower. On a CPU whose
+cores ranks share it is the median: they slow each other in training too.
 """
 
 from __future__ import annotations
