@@ -205,7 +205,6 @@ def _add_tune(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--axes", metavar="SIZES", help='sizes that are wanted, as in "tp=8,pp=16"')
     parser.add_argument("--layout", help=_LAYOUT)
-    parser.add_argument("--mode", help=_MODE)
     parser.add_argument(
         "--transform",
         action="append",

@@ -27,7 +27,7 @@ from shardlib.planner import check_memory
 from shardlib.rules import Rules
 from shardlib.transforms import Transform, parse
 
-__all__ = ["doctor", "explain", "init", "parsed_transform", "plan", "prove", "rules_of"]
+__all__ = ["doctor", "explain", "init", "parsed_transform", "plan", "prove"]
 
 
 def plan(options: argparse.Namespace) -> int:
@@ -38,7 +38,7 @@ def plan(options: argparse.Namespace) -> int:
     example = inputs.read(options.example)
     if options.cluster and example is None:
         raise UsageError("--cluster prices a step, which depends on its batch: give --example, once for each input.")
-    made = dryrun.plan(model, options.mesh, rules_of(options, model), transforms=chosen, example=example)
+    made = dryrun.plan(model, options.mesh, _rules(options, model), transforms=chosen, example=example)
     if options.html:
         made.html(options.html)
     if options.diff:
@@ -57,7 +57,7 @@ def plan(options: argparse.Namespace) -> int:
 def explain(options: argparse.Namespace) -> int:
     """Print the rules that match a name, and their consequences."""
     model = load_model(options.model)
-    result = rules_of(options, model).explain(options.name, model, options.mesh)
+    result = _rules(options, model).explain(options.name, model, options.mesh)
     print(json.dumps({"name": options.name, "explanation": result.splitlines()}, indent=2) if options.json else result)
     return 0
 
@@ -80,7 +80,7 @@ def prove(options: argparse.Namespace) -> int:
                 inputs.drawn, inputs.of_all_ranks(example, shape.data_ranks), inputs.smallest_table(model)
             ),
             shape,
-            rules_of(options, model),
+            _rules(options, model),
             transforms=[parsed_transform(text) for text in options.transform or ()],
             steps=options.steps,
             dtype=getattr(torch, options.dtype),
@@ -138,8 +138,7 @@ def doctor(options: argparse.Namespace) -> int:
     return 0
 
 
-def rules_of(options: argparse.Namespace, model: nn.Module) -> Rules:
-    """Return the rules that the options name, or those for the model."""
+def _rules(options: argparse.Namespace, model: nn.Module) -> Rules:
     return layouts.for_model(model, options.mode) if options.layout is None else loaded_layout(options)
 
 

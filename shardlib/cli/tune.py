@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from shardlib.cli import inputs
-from shardlib.cli.commands import parsed_transform, rules_of
+from shardlib.cli.commands import parsed_transform
 from shardlib.cli.files import write_new
 from shardlib.cli.models import known_models, load_model
 from shardlib.engine._torch import pytree
@@ -31,7 +31,7 @@ def tune(options: argparse.Namespace) -> int:
         top=options.top,
         example=_one_row(inputs.read(options.example)),
         seq=options.seq,
-        rules=rules_of(options, model),
+        rules=options.layout,
         transforms=chosen,
         axes=options.axes,
         margin=options.margin,

@@ -34,6 +34,7 @@ class Choice:
         rows: examples in a microbatch of a data rank.
         microbatches: of a data rank in a step: those of a pipeline, or passes whose gradients are accumulated.
         time: the predicted step.
+        rules: the Python expression of the rules that were given; empty for those that are found for the model.
         reasons: why each of its settings is as it is, in sentences.
         behind: why it is slower than the best, in words; empty for the best.
     """
@@ -45,6 +46,7 @@ class Choice:
     rows: int
     microbatches: int
     time: StepTime
+    rules: str = ""
     reasons: tuple[str, ...] = ()
     behind: str = ""
 

@@ -11,8 +11,11 @@ __all__ = ["call_lines", "written"]
 
 def call_lines(choice: Any) -> list[str]:
     """Return the lines that shard `model`."""
-    mode = f', mode="{choice.mode}"' if choice.mode else ""
-    lines = [f"rules = sl.layouts.for_model(model{mode})"]
+    if choice.rules:
+        lines = [f"rules = {choice.rules}" + (f'.mode("{choice.mode}")' if choice.mode else "")]
+    else:
+        mode = f', mode="{choice.mode}"' if choice.mode else ""
+        lines = [f"rules = sl.layouts.for_model(model{mode})"]
     if choice.stages:
         lines.append(f"rules = rules.with_stages(sl.rules.Balanced({_counts(choice.stages)}))")
     parts = [f"sl.{part!r}" for part in getattr(choice.transforms, "parts", (choice.transforms,))]

@@ -16,7 +16,7 @@ from shardlib._mesh_shape import MeshLike, MeshShape
 from shardlib._plan import Cluster, Peak, Plan, RulesLike, StepTime, as_rules
 from shardlib._plan.quantities import parse_quantity
 from shardlib._plan.readable import human_bytes
-from shardlib.errors import PlanError, ShardlibError, short_traceback
+from shardlib.errors import LayoutError, PlanError, RuleError, ShardlibError, short_traceback
 from shardlib.planner.candidates import Grid, Refusals, Schedule, Sharding, grids, microbatches, schedules, shardings
 from shardlib.planner.choices import BestPlans, Choice, difference
 from shardlib.planner.space import Parts, Space
@@ -96,7 +96,8 @@ def best_plans(
     base = _base(machines, model) if transforms is None else _listed(transforms)
     own = layouts.for_model(model) if rules is None else as_rules(rules)
     space = Space(model, own, machines, given, base, state_tensors, compiled=compiled)
-    search = _Search(space, world, batch, budget, dict(MeshShape.of(axes).items()) if axes is not None else {})
+    fixed = dict(MeshShape.of(axes).items()) if axes is not None else {}
+    search = _Search(space, world, batch, budget, fixed, _expression(rules))
     search.run()
     if not search.fitting:
         search.run(offloaded=True)
@@ -129,8 +130,12 @@ class _Candidate:
 
 
 class _Search:
-    def __init__(self, space: Space, world: int, batch: int, budget: int, fixed: Mapping[str, int]) -> None:
-        self.space, self.world, self.batch, self.budget, self.fixed = space, world, batch, budget, fixed
+    def __init__(
+        self, space: Space, world: int, batch: int, budget: int, fixed: Mapping[str, int], rules: str = ""
+    ) -> None:
+        self.space, self.world, self.batch, self.budget = space, world, batch, budget
+        self.fixed, self.rules = fixed, rules
+        self.tried, self.failed = 0, list[ShardlibError]()  # grids, and why some have no plan
         self.refused = Refusals()
         self.fitting: dict[_Candidate, StepTime] = {}
         self.too_large: dict[_Candidate, Peak] = {}
@@ -144,7 +149,7 @@ class _Search:
                 f'axes= asks for "{unknown[0]}", which neither the rules name nor a transform uses; give sizes of '
                 f"{', '.join(map(repr, ('dp', 'pp', *rules.axis_names)))}."
             )
-        self.refused = Refusals()
+        self.refused, self.tried, self.failed = Refusals(), 0, []
         for grid in grids(
             self.world,
             node=space.cluster.devices,
@@ -156,9 +161,11 @@ class _Search:
             long=space.tokens >= _LONG,
             refused=self.refused,
         ):
+            self.tried += 1
             try:
                 self._mesh(grid, offloaded)
             except ShardlibError as error:
+                self.failed.append(error)
                 self.refused.add(_reason(error), f"{grid}: {str(error).partition('. ')[0]}")
 
     def _mesh(self, grid: Grid, offloaded: bool) -> None:
@@ -256,6 +263,7 @@ class _Search:
             rows=one.rows,
             microbatches=one.count,
             time=self.fitting[one],
+            rules=self.rules,
         )
 
     def _transforms(self, one: _Candidate) -> Transform:
@@ -292,7 +300,9 @@ class _Search:
                 said.append(f"{what}: {_setting(what, one)}; {'; '.join(words)}")
         return said
 
-    def _nothing_fits(self) -> PlanError:
+    def _nothing_fits(self) -> ShardlibError:
+        if self.failed and len(self.failed) == self.tried:  # for one reason, that no mesh can mend
+            return self.failed[0]
         lines = "".join(f"\n  {line}" for line in self.refused.lines())
         if not self.too_large:
             return PlanError(
@@ -352,7 +362,14 @@ def _joined(*parts: Transform | None) -> Transform | None:
 
 
 def _reason(error: ShardlibError) -> str:
-    return f"{type(error).__name__} of the rules on this mesh"
+    return "the rules do not fit the mesh" if isinstance(error, RuleError | LayoutError) else "no plan can be made"
+
+
+def _expression(rules: RulesLike | None) -> str:
+    """Return how a script gets rules: by the name or path of their file, or from a variable."""
+    if rules is None:
+        return ""
+    return f'sl.layouts.load("{rules}")' if isinstance(rules, str | Path) else "sl.Rules.of(rules)"
 
 
 def _listed(transforms: Transform | Sequence[Transform]) -> list[Transform]:

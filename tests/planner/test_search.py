@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -123,7 +124,7 @@ def test_the_best_comes_first_and_each_mesh_once(found):
 
 def test_each_plan_is_priced_as_the_plan_that_its_call_makes(found, llama):
     for each in [*found][:3]:
-        names: dict[str, object] = {"sl": sl, "model": llama}
+        names: dict[str, Any] = {"sl": sl, "model": llama}
         lines = each.call.splitlines()
         exec("\n".join(lines[:-1]), names)
         plan = sl.plan(llama, each.mesh, names["rules"], transforms=names["transforms"])
@@ -178,6 +179,13 @@ def test_what_does_not_divide_is_refused_with_its_reason(found):
     assert any("tp=4" in line and "heads" in line for line in found.refused)
 
 
+def test_rules_that_were_given_are_in_the_call():
+    rules = sl.Rules({"**": None})
+    best = sl.best_plans(Mlp(1), "h100", world=2, batch=8, example=torch.empty(1, 512), rules=rules)[0]
+    assert best.call.splitlines()[0] == "rules = sl.Rules.of(rules)"
+    assert "for_model" not in best.call
+
+
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
@@ -200,6 +208,14 @@ def test_bad_input_says_what_to_give(given, message):
     rest = {key: value for key, value in (settings | given).items() if key != "cluster"}
     with pytest.raises(sl.errors.ShardlibError, match=message):
         sl.best_plans(Mlp(), cluster, **rest)
+
+
+def test_an_error_that_no_mesh_mends_is_raised_as_it_is():
+    with pytest.raises(PlanError, match="The example has 2 inputs"):
+        sl.best_plans(Mlp(1), "h100", world=2, batch=8, example=(torch.empty(1, 512),) * 2, rules={"**": None})
+    lacking = sl.Cluster.preset("h100").replace(products=(("float64", sl.Cluster.preset("h100").memory_bandwidth),))
+    with pytest.raises(PlanError, match="no rate of products in float32"):
+        sl.best_plans(Mlp(1), lacking, world=2, batch=8, example=torch.empty(1, 512), rules={"**": None})
 
 
 def test_a_language_model_needs_the_length_of_examples(llama):
