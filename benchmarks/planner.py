@@ -256,11 +256,11 @@ def summary(found: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 def main() -> None:
-    options = parser(__doc__ or "").parse_args()
-    runs = {("gpt 4x768", 2): FEW[:3]} if options.quick else RUNS
+    args = parser(__doc__).parse_args()
+    runs = {("gpt 4x768", 2): FEW[:3]} if args.quick else RUNS
     results, console = [], Console(width=150)
     for (name, ranks), configs in runs.items():
-        found = run(name, ranks, configs, steps=QUICK_STEPS if options.quick else STEPS, quick=options.quick)
+        found = run(name, ranks, configs, steps=QUICK_STEPS if args.quick else STEPS, quick=args.quick)
         table = Table(title=f"{name} on {ranks} ranks")
         for title in (
             "plan",
@@ -291,8 +291,8 @@ def main() -> None:
             f"median error of time {one['time_error']:.1%}; largest error of memory {one['bytes_error']:.1%}"
         )
         results.append({"model": name, "ranks": ranks, "plans": found, **one})
-    if options.json:
-        write(options.json, results)
+    if args.json:
+        write(args.json, results)
 
 
 if __name__ == "__main__":

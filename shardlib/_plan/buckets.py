@@ -96,7 +96,7 @@ class Bucket:
 
     @property
     def form(self) -> tuple[Hashable, ...]:
-        """What movements that share a bucket have in common."""
+        """The facts that movements which share a bucket have in common."""
         return _form(self.first)
 
     @property

@@ -23,8 +23,9 @@ __all__ = ["calibrate"]
 def calibrate(options: argparse.Namespace) -> int:
     """Measure, and write or print the cluster: on rank 0 of torchrun, else in this process."""
     if dist.is_torchelastic_launched():
-        cluster = _of_job(options)
-        if dist.get_rank() > 0:
+        cluster, rank = _of_job(options), dist.get_rank()
+        dist.destroy_process_group()  # its threads end before the process does
+        if rank > 0:
             return 0
     else:
         cluster = _of_this_machine(options)

@@ -181,7 +181,7 @@ def test_blocks_of_several_kinds_are_recorded_each():
 
 def test_the_pool_of_workspaces_keeps_its_buffers():
     def pool(*sizes: int, limit: int) -> int:
-        buckets = tuple(Reduced(None, size, size, (size,), torch.float32, True) for size in sizes)
+        buckets = tuple(Reduced(None, size, size, size, (size,), torch.float32, True) for size in sizes)
         return _pool((((), buckets, ()),), limit)
 
     assert pool(100, 10, limit=50) == 100  # one at a time
