@@ -128,7 +128,8 @@ def time_of(
         compiled: whether ops that follow each other are fused.
     """
     parts = parts_of(plan, work, examples, state_tensors=state_tensors)
-    return price(plan, work, cluster, parts, shapes_of(plan, work), compiled=compiled)
+    shapes = shapes_of(plan, work)
+    return price(plan, work, cluster, parts, shapes, peak_of(plan, work, parts, shapes), compiled=compiled)
 
 
 # --- one pass ---------------------------------------------------------------------------------------------------------
@@ -232,10 +233,11 @@ def price(
     cluster: Cluster,
     parts: tuple[PlanPart, PlanPart, tuple[PlanPart, ...]],
     shapes: Sequence[StageShape],
+    memory: Peak,
     *,
     compiled: bool = False,
 ) -> StepTime:
-    """Return the time of a step, given the parts of a plan and its stages."""
+    """Return the time of a step, given the parts of a plan, its stages and the peak of its memory."""
     links = Links(cluster, plan.mesh)
     before, after, kinds = parts
     times = (
@@ -255,11 +257,10 @@ def price(
         stages.append(replace(known[key], shape=shape))
     passes = plan.step.accumulate
     made = _pipelined(plan, work, links, stages) if len(stages) > 1 else _single(stages[0], passes)
-    memory = peak_of(plan, work, parts, shapes)
     slowest = made.stage
     microbatches = _microbatches(plan, shapes) if len(stages) > 1 else 1
     ranks = 1 + max(shape.rank for shape in shapes)
-    flops = 3.0 * passes * microbatches * sum(part.forward.flops for part in work.parts()) / ranks
+    flops = 3.0 * passes * microbatches * work.flops / ranks
     return StepTime(
         compute=made.compute,
         exposed=tuple((what, seconds) for what, seconds in made.exposed if seconds > 0),

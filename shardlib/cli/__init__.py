@@ -193,12 +193,7 @@ def _add_tune(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--world", type=positive, required=True, metavar="N", help="the number of ranks")
     parser.add_argument("--batch", type=positive, required=True, metavar="N", help="examples in a step, of all ranks")
     parser.add_argument("--seq", type=positive, metavar="N", help="tokens of an example, of a language model")
-    parser.add_argument(
-        "--example",
-        action="append",
-        metavar="[NAME=]SHAPE[:DTYPE]",
-        help="an input of the model, as of plan, once for each input; in the place of --seq",
-    )
+    _add_example(parser, "in the place of --seq")
     parser.add_argument("--memory", metavar="BYTES", help='of a device, as in "80GB" (default: all)')
     parser.add_argument(
         "--margin", type=float, default=0.1, metavar="PART", help="part of the memory to leave free (default 0.1)"

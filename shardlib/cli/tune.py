@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
-
-import torch
 
 from shardlib.cli import inputs
 from shardlib.cli.commands import parsed_transform
 from shardlib.cli.files import write_new
 from shardlib.cli.models import known_models, load_model
-from shardlib.engine._torch import pytree
 from shardlib.planner import best_plans
 
 __all__ = ["tune"]
@@ -29,7 +25,7 @@ def tune(options: argparse.Namespace) -> int:
         batch=options.batch,
         memory=options.memory,
         top=options.top,
-        example=_one_row(inputs.read(options.example)),
+        example=inputs.read(options.example),
         seq=options.seq,
         rules=options.layout,
         transforms=chosen,
@@ -48,8 +44,3 @@ def tune(options: argparse.Namespace) -> int:
     if options.script and not options.json:
         print(f"\nWrote {options.script}.")
     return 0
-
-
-def _one_row(example: Any) -> Any:
-    """Return the first row of an example, whatever number of rows was typed."""
-    return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor[:1] if tensor.ndim else tensor, example)

@@ -25,7 +25,6 @@ from shardlib.engine.apply import apply_plan, no_sync, partial_gradients
 from shardlib.engine.fakes import arguments_of, fake_copy, fake_like, fake_world, refuse_sharded, run_step
 from shardlib.engine.feature.recompute import modules_to_recompute
 from shardlib.engine.feature.recording import Call, Recording, record_collectives
-from shardlib.engine.pipeline import fake_run
 from shardlib.engine.pipeline.batch import microbatch_sizes, split
 from shardlib.engine.pipeline.batch import rows as rows_of
 from shardlib.errors import PlanError
@@ -182,11 +181,7 @@ def record_work(
         meter = _Meter(cut)
         with record_collectives(fake, mesh=mesh, watch=meter.see) as log, no_sync(fake):
             meter.log = log
-            for parameter in fake.parameters():
-                parameter.grad = None
-            roots = fake_run.roots_of(fake(*args, **kwargs))
-            if roots:
-                torch.autograd.backward(roots, [torch.ones_like(t) for t in roots])
+            run_step(fake, args, kwargs)
             meter.close()
     kinds = tuple(meter.part(str(cut.kept.index(index))) for index in cut.examples)
     names = {cut.name(row.name) or row.name: row.name for row in plan.rows}

@@ -142,13 +142,12 @@ def changes_that_fit(
 
 @dataclass(frozen=True)
 class _Option:
-    """A change of one setting: transforms that are put in the place of others, a mesh, or fewer rows in a pass."""
+    """A change of one setting: transforms that are put in the place of others, or fewer rows in a pass."""
 
     setting: str
     what: str
     added: str = ""
     dropped: tuple[str, ...] = ()
-    mesh: str = ""
     passes: int = 1
 
 

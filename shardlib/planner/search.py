@@ -13,7 +13,7 @@ from torch import nn
 
 from shardlib import layouts
 from shardlib._mesh_shape import MeshLike, MeshShape
-from shardlib._plan import Cluster, Peak, Plan, RulesLike, StepTime, as_rules
+from shardlib._plan import Cluster, Peak, Plan, RulesLike, StepTime, as_rules, peak_of, price
 from shardlib._plan.quantities import parse_quantity
 from shardlib._plan.readable import human_bytes
 from shardlib.errors import LayoutError, PlanError, RuleError, ShardlibError, short_traceback
@@ -210,9 +210,9 @@ class _Search:
         work = self.space.work(one.grid.model_axes, one.grid.mode, rows, recompute=one.recompute)
         made = _with_step(plan, one)
         shapes = self.space.shapes(one.grid, one.schedule)
-        peak = self.space.peak(made, work, parts, shapes)
+        peak = peak_of(made, work, parts, shapes)
         if peak.total <= self.budget:
-            self.fitting[one] = self.space.price(made, work, parts, shapes)
+            self.fitting[one] = price(made, work, self.space.cluster, parts, shapes, peak, compiled=self.space.compiled)
             return True
         self.too_large[one] = peak
         if not hopeless:

@@ -16,17 +16,13 @@ from shardlib._plan import (
     Kernel,
     Part,
     Pass,
-    Peak,
     Plan,
     PlanPart,
     StageShape,
-    StepTime,
     Work,
     blocks_per_stage,
     make_plan,
     parts_of,
-    peak_of,
-    price,
     stacked_experts,
     stages_of_counts,
 )
@@ -144,14 +140,6 @@ class Space:
         if grid.stages == 1:
             return (StageShape(self.order),)
         return stages_of_counts(self.order, self.counts(grid, schedule), grid.stages, schedule.name)
-
-    def peak(self, plan: Plan, work: Work, parts: Parts, shapes: Sequence[StageShape]) -> Peak:
-        """Return the peak of memory."""
-        return peak_of(plan, work, parts, shapes)
-
-    def price(self, plan: Plan, work: Work, parts: Parts, shapes: Sequence[StageShape]) -> StepTime:
-        """Return the time of a step."""
-        return price(plan, work, self.cluster, parts, shapes, compiled=self.compiled)
 
 
 def _tokens(example: Any) -> int:
