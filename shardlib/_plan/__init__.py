@@ -17,7 +17,7 @@ from shardlib._plan.movements import (
     movements_of,
     state_update,
 )
-from shardlib._plan.parts import PlanPart, StageShape, parts_of, stages_of_counts
+from shardlib._plan.parts import Parts, PlanPart, StageShape, parts_of, stages_of_counts
 from shardlib._plan.report import DryRun, Gathered, Recorded, StageRun, ring_bytes
 from shardlib._plan.rows import PHASES, Phase, Row, rows_by_name
 from shardlib._plan.step import LossScale, Step
@@ -42,6 +42,7 @@ __all__ = [
     "Movement",
     "Optimizer",
     "Part",
+    "Parts",
     "Pass",
     "Peak",
     "Phase",

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
-from shardlib._plan.parts import Buffer, PlanPart, Reduced, StageShape
+from shardlib._plan.parts import Buffer, Parts, PlanPart, Reduced, StageShape, schedule_of
 from shardlib._plan.readable import human_bytes
-from shardlib._plan.schedules import Action, default_schedule, order, splits_backward
+from shardlib._plan.schedules import Action, order, splits_backward, steady_count
 from shardlib._plan.table import PlanTable
 from shardlib._plan.work import Part, Work
 
@@ -58,46 +58,29 @@ class Peak:
 def peak_of(
     plan: PlanTable,
     work: Work,
-    parts: tuple[PlanPart, PlanPart, tuple[PlanPart, ...]],
+    parts: Parts,
     shapes: Sequence[StageShape],
 ) -> Peak:
     """Return the peak of the rank that holds most."""
-    ranks = 1 + max(shape.rank for shape in shapes)
-    keeps = splits_backward(plan.step.schedule)
+    schedule, ranks, microbatches = schedule_of(plan, shapes)
     orders: Sequence[Sequence[Action]]
     if len(shapes) > 1:
-        orders = order(_schedule(plan, shapes), ranks, len(shapes), _microbatches(plan, shapes))
+        orders = order(schedule, ranks, len(shapes), steady_count(schedule, ranks, microbatches))
     else:
         once = (Action("F", 0, 0), Action("B", 0, 0))
         orders = (once * min(plan.step.accumulate, 2),)
-    limit = plan.step.bucket_bytes
-    profiles = {shape: _profile(_pairs(shape, work, parts), limit) for shape in {*shapes}}
+    limit, keeps = plan.step.bucket_bytes, splits_backward(plan.step.schedule)
+    records = work.before, work.after, work.kinds
+    held = {shape: shape.parts(*parts) for shape in {*shapes}}
+    profiles = {shape: _profile([*zip(shape.parts(*records), held[shape], strict=True)], limit) for shape in held}
     found = []
     for rank in range(ranks):
-        own = {number: profiles[shape] for number, shape in enumerate(shapes) if shape.rank == rank}
-        pairs = [pair for number in own for pair in _pairs(shapes[number], work, parts)]
-        found.append(_replay(orders[rank], own, [part for _, part in pairs], limit, keeps=keeps))
+        own = {number: shape for number, shape in enumerate(shapes) if shape.rank == rank}
+        stages = {number: profiles[shape] for number, shape in own.items()}
+        found.append(
+            _replay(orders[rank], stages, [part for one in own.values() for part in held[one]], limit, keeps=keeps)
+        )
     return max(found, key=lambda peak: peak.total)
-
-
-def _schedule(plan: PlanTable, shapes: Sequence[StageShape]) -> str:
-    ranks = 1 + max(shape.rank for shape in shapes)
-    return plan.step.schedule or default_schedule(ranks, len(shapes))
-
-
-def _microbatches(plan: PlanTable, shapes: Sequence[StageShape]) -> int:
-    """Return so many microbatches that more hold no more memory."""
-    ranks = 1 + max(shape.rank for shape in shapes)
-    count, schedule = plan.step.microbatches or 2 * ranks, _schedule(plan, shapes)
-    return count if schedule == "gpipe" or count <= 4 * ranks else 4 * ranks + count % ranks
-
-
-def _pairs(
-    shape: StageShape, work: Work, parts: tuple[PlanPart, PlanPart, tuple[PlanPart, ...]]
-) -> list[tuple[Part, PlanPart]]:
-    made = [(work.before, parts[0])] if shape.before else []
-    made += [(work.kinds[kind], parts[2][kind]) for kind in shape.kinds]
-    return made + ([(work.after, parts[1])] if shape.after else [])
 
 
 _ALIKE, _PASSES = 8, 10

@@ -10,7 +10,7 @@ import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias, TypeVar
 
 from shardlib._mesh_shape import MeshShape
 from shardlib._plan.buckets import Bucket, Unit, gradient_buckets, units_of, unshard_buckets, update_buckets
@@ -28,13 +28,18 @@ __all__ = [
     "Held",
     "Links",
     "Message",
+    "Parts",
     "PlanPart",
     "Reduced",
     "StageShape",
     "parts_of",
+    "schedule_of",
     "shapes_of",
     "stages_of_counts",
 ]
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -120,7 +125,6 @@ class Held:
         reduced: the buckets of gradients, in the order in which they are reduced.
         updated: buffers in which small parameters arrive that were updated.
         shards: this rank's shards of them, which are stepped on.
-        elements: parameters, global.
     """
 
     parameters: int = 0
@@ -136,7 +140,6 @@ class Held:
     reduced: tuple[Reduced, ...] = ()
     updated: tuple[Buffer, ...] = ()
     shards: int = 0
-    elements: int = 0
 
 
 @dataclass(frozen=True)
@@ -176,6 +179,21 @@ class StageShape:
     after: bool = True
     rank: int = 0
 
+    def parts(self, before: T, after: T, kinds: Sequence[T]) -> list[T]:
+        """Return what it runs, in the order of forward."""
+        return [before] * self.before + [kinds[kind] for kind in self.kinds] + [after] * self.after
+
+
+Parts: TypeAlias = tuple[PlanPart, PlanPart, tuple[PlanPart, ...]]
+"""The parts of a plan before and after the blocks, and of a block of each kind."""
+
+
+def schedule_of(plan: PlanTable, shapes: Sequence[StageShape]) -> tuple[str, int, int]:
+    """Return the schedule of a pipeline, its ranks, and its microbatches: twice as many as ranks where the plan leaves
+    their number open."""
+    ranks = 1 + max(shape.rank for shape in shapes)
+    return plan.step.schedule or default_schedule(ranks, len(shapes)), ranks, plan.step.microbatches or 2 * ranks
+
 
 def shapes_of(plan: PlanTable, work: Work) -> tuple[StageShape, ...]:
     """Return the stages of a plan: those that its rules name, or else equal runs of blocks."""
@@ -208,9 +226,7 @@ def stages_of_counts(order: Sequence[int], counts: Sequence[int], ranks: int, sc
     )
 
 
-def parts_of(
-    plan: PlanTable, work: Work, examples: Sequence[int], *, state_tensors: int = 2
-) -> tuple[PlanPart, PlanPart, tuple[PlanPart, ...]]:
+def parts_of(plan: PlanTable, work: Work, examples: Sequence[int], *, state_tensors: int = 2) -> Parts:
     """Return the parts before and after the blocks, and of a block of each kind.
 
     Args:
@@ -344,7 +360,7 @@ def _gathered_bytes(one: Movement, mesh: MeshShape) -> int:
 
 
 def _held(rows: Sequence[Row], mesh: MeshShape, state_tensors: int) -> Held:
-    total = dict.fromkeys(("parameters", "gradients", "state", "buffers", "host", "made", "stepped", "elements"), 0)
+    total = dict.fromkeys(("parameters", "gradients", "state", "buffers", "host", "made", "stepped"), 0)
 
     def add(what: str, size: int, *, on_host: bool) -> None:
         total["host" if on_host else what] += size
@@ -352,8 +368,6 @@ def _held(rows: Sequence[Row], mesh: MeshShape, state_tensors: int) -> Held:
     for row in rows:
         stored = row.local_bytes(mesh)
         add("parameters" if row.kind == "parameter" else "buffers", stored, on_host=row.stored.memory == "host")
-        if row.kind == "parameter":
-            total["elements"] += math.prod(row.global_shape)
         if row.grad is None or row.state is None:
             continue
         gradient, state = row.local_bytes(mesh, phase="grad"), row.local_bytes(mesh, phase="state")

@@ -29,6 +29,7 @@ __all__ = [
     "order",
     "rank_of_stage",
     "splits_backward",
+    "steady_count",
     "timeline",
 ]
 
@@ -235,6 +236,17 @@ def _needs(action: Action, last: int) -> list[tuple[str, int, int]]:
     if kind == "W":
         return [("I", stage, m)]
     return [("F", stage, m), *([("I", stage + 1, m)] if stage < last else [])]
+
+
+def steady_count(name: str, ranks: int, microbatches: int) -> int:
+    """Return so many microbatches that further ones repeat the steady state: they hold no more activations, and each
+    takes what it takes the busiest rank.
+
+    >>> steady_count("1f1b", 4, 8), steady_count("1f1b", 4, 101), steady_count("gpipe", 4, 101)
+    (8, 17, 101)
+    """
+    most = 4 * ranks
+    return microbatches if microbatches <= most or name == "gpipe" else most + microbatches % ranks
 
 
 def bubble(timed: Sequence[Sequence[Timed]]) -> float:

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field, replace
 
 from shardlib._plan.activations import Peak, peak_of
 from shardlib._plan.cluster import Cluster
-from shardlib._plan.parts import Links, Message, PlanPart, StageShape, parts_of, shapes_of
+from shardlib._plan.parts import Links, Message, Parts, PlanPart, StageShape, parts_of, schedule_of, shapes_of
 from shardlib._plan.quantities import spell_quantity
 from shardlib._plan.readable import aligned
-from shardlib._plan.schedules import Action, default_schedule, order, splits_backward, timeline
+from shardlib._plan.schedules import Action, order, splits_backward, steady_count, timeline
 from shardlib._plan.table import PlanTable
 from shardlib._plan.work import Kernel, Part, Pass, Work
 
@@ -231,7 +231,7 @@ def price(
     plan: PlanTable,
     work: Work,
     cluster: Cluster,
-    parts: tuple[PlanPart, PlanPart, tuple[PlanPart, ...]],
+    parts: Parts,
     shapes: Sequence[StageShape],
     memory: Peak,
     *,
@@ -258,8 +258,8 @@ def price(
     passes = plan.step.accumulate
     made = _pipelined(plan, work, links, stages) if len(stages) > 1 else _single(stages[0], passes)
     slowest = made.stage
-    microbatches = _microbatches(plan, shapes) if len(stages) > 1 else 1
-    ranks = 1 + max(shape.rank for shape in shapes)
+    _, ranks, microbatches = schedule_of(plan, shapes)
+    microbatches = microbatches if len(stages) > 1 else 1
     flops = 3.0 * passes * microbatches * work.flops / ranks
     return StepTime(
         compute=made.compute,
@@ -304,9 +304,8 @@ def _single(stage: _Stage, passes: int) -> _Made:
 
 def _pipelined(plan: PlanTable, work: Work, links: Links, stages: Sequence[_Stage]) -> _Made:
     shapes = [one.shape for one in stages]
-    ranks = 1 + max(shape.rank for shape in shapes)
-    count, passes = _microbatches(plan, shapes), plan.step.accumulate
-    schedule = plan.step.schedule or default_schedule(ranks, len(stages))
+    schedule, ranks, count = schedule_of(plan, shapes)
+    passes = plan.step.accumulate
     split = splits_backward(schedule)
 
     def cost(action: Action) -> float:
@@ -315,7 +314,7 @@ def _pipelined(plan: PlanTable, work: Work, links: Links, stages: Sequence[_Stag
             return one.forward.whole
         return one.backward.whole / 2 if split else one.backward.whole
 
-    few = _simulated(schedule, ranks, count)
+    few = steady_count(schedule, ranks, count)
     sending = links.seconds(Message("send", plan.mesh.pipeline_axes, work.boundary))
     timed = timeline(order(schedule, ranks, len(stages), few), cost, sending=sending)
     owned = [[one for one in stages if one.shape.rank == rank] for rank in range(ranks)]
@@ -349,28 +348,16 @@ def _pipelined(plan: PlanTable, work: Work, links: Links, stages: Sequence[_Stag
     return _Made(compute, exposed, max(total - data, 0.0), max(bubble, 0.0), merged, spans)
 
 
-def _microbatches(plan: PlanTable, shapes: Sequence[StageShape]) -> int:
-    return plan.step.microbatches or 2 * (1 + max(shape.rank for shape in shapes))
-
-
-def _simulated(schedule: str, ranks: int, count: int) -> int:
-    """Return how many microbatches are simulated; further ones repeat the steady state."""
-    most = 4 * ranks
-    return count if count <= most or schedule == "gpipe" else most + count % ranks
-
-
 def _stage(
     shape: StageShape,
     times: tuple[_Times, _Times, tuple[_Times, ...]],
-    parts: tuple[PlanPart, PlanPart, tuple[PlanPart, ...]],
+    parts: Parts,
     cluster: Cluster,
     links: Links,
     *,
     pipelined: bool,
 ) -> _Stage:
-    before, after, kinds = times
-    own = [before] * shape.before + [kinds[kind] for kind in shape.kinds] + [after] * shape.after
-    its = [parts[0]] * shape.before + [parts[2][kind] for kind in shape.kinds] + [parts[1]] * shape.after
+    own, its = shape.parts(*times), shape.parts(*parts)
     each_pass = any(part.every_pass for part in its) and not pipelined
     staying = [replace(one, gather=one.gather if part.resharded else 0.0) for one, part in zip(own, its, strict=True)]
     first = _run(own, backward=False, reduces=False)

@@ -74,8 +74,6 @@ class Work:
         order: the kind of each block of the model.
         partial: the model axes over which gradients are partial sums, by name of the parameter.
         boundary: bytes that a block gives to the next one.
-        start: bytes of parameters and buffers before the pass.
-        rows: examples in the microbatch.
         tokens: elements of its first tensor of integers, of all ranks that share the microbatch; 0 if it has none.
     """
 
@@ -85,8 +83,6 @@ class Work:
     order: tuple[int, ...] = ()
     partial: tuple[tuple[str, tuple[str, ...]], ...] = ()
     boundary: int = 0
-    start: int = 0
-    rows: int = 0
     tokens: int = 0
 
     def parts(self) -> Iterator[Part]:

@@ -29,7 +29,7 @@ from shardlib.engine.pipeline.batch import microbatch_sizes, split
 from shardlib.engine.pipeline.batch import rows as rows_of
 from shardlib.errors import PlanError
 
-__all__ = ["Cut", "ModelSource", "cut_of", "record_work"]
+__all__ = ["Cut", "ModelSource", "cut_of", "record_work", "tokens_of"]
 
 _MOST_KEPT = 8
 _WAITS = ("_c10d_functional", "c10d", "_dtensor")
@@ -192,9 +192,7 @@ def record_work(
         order=cut.order,
         partial=tuple((names.get(name, name), axes) for name, axes in partial.items() if axes),
         boundary=meter.boundary,
-        start=log.start_bytes,
-        rows=rows_of(example),
-        tokens=_tokens(given),
+        tokens=tokens_of(given),
     )
 
 
@@ -241,7 +239,7 @@ class ModelSource:
         return ModelSource, ()
 
 
-def _tokens(given: Any) -> int:
+def tokens_of(given: Any) -> int:
     """Return the elements of the first tensor of integers with rows and positions."""
     ids = (
         t for t in pytree.tree_leaves(given) if isinstance(t, torch.Tensor) and t.dtype == torch.int64 and t.ndim == 2

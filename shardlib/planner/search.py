@@ -13,13 +13,13 @@ from torch import nn
 
 from shardlib import layouts
 from shardlib._mesh_shape import MeshLike, MeshShape
-from shardlib._plan import Cluster, Peak, Plan, RulesLike, StepTime, as_rules, peak_of, price
+from shardlib._plan import Cluster, Parts, Peak, Plan, RulesLike, StepTime, as_rules, peak_of, price
 from shardlib._plan.quantities import parse_quantity
 from shardlib._plan.readable import human_bytes
 from shardlib.errors import LayoutError, PlanError, RuleError, ShardlibError, short_traceback
 from shardlib.planner.candidates import Grid, Refusals, Schedule, Sharding, grids, microbatches, schedules, shardings
 from shardlib.planner.choices import BestPlans, Choice, difference
-from shardlib.planner.space import Parts, Space
+from shardlib.planner.space import Space
 from shardlib.transforms import Transform, accumulate, checkpoint_activations, pipeline, precision
 
 __all__ = ["best_plans"]

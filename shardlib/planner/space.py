@@ -15,9 +15,9 @@ from shardlib._plan import (
     Cluster,
     Kernel,
     Part,
+    Parts,
     Pass,
     Plan,
-    PlanPart,
     StageShape,
     Work,
     blocks_per_stage,
@@ -29,7 +29,7 @@ from shardlib._plan import (
 from shardlib.engine import _torch
 from shardlib.engine._torch import pytree
 from shardlib.engine.pipeline.batch import rows as rows_of
-from shardlib.engine.work import Cut, cut_of, record_work
+from shardlib.engine.work import Cut, cut_of, record_work, tokens_of
 from shardlib.errors import RuleError
 from shardlib.planner.candidates import Grid, Schedule, Sharding
 from shardlib.rules import Rules
@@ -38,7 +38,6 @@ from shardlib.transforms import Transform, checkpoint_activations
 __all__ = ["Space", "with_rows"]
 
 _KEPT = 3  # blocks: transforms look at whether there are more than two
-Parts = tuple[PlanPart, PlanPart, tuple[PlanPart, ...]]
 
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -88,7 +87,7 @@ class Space:
         whole = make_plan(model, "dp=1", rules)
         self.blocks = whole.blocks.count if whole.blocks else 0
         self.experts = next((count for module in model.modules() if (count := stacked_experts(module))), 0)
-        self.tokens = _tokens(example)
+        self.tokens = tokens_of(with_rows(example, 1))
         cut = cut_of(model, whole, least=_KEPT)
         meta = _torch.copied_with(model, lambda t: torch.empty_like(t, device="meta"), without=cut.dropped(model))
         self.model = cut.applied(meta)
@@ -142,12 +141,6 @@ class Space:
         return stages_of_counts(self.order, self.counts(grid, schedule), grid.stages, schedule.name)
 
 
-def _tokens(example: Any) -> int:
-    """Return the tokens of one example: of the first tensor of integers with rows and positions."""
-    tensors = (leaf for leaf in pytree.tree_leaves(example) if isinstance(leaf, torch.Tensor))
-    return next((t.shape[1] for t in tensors if t.dtype == torch.int64 and t.ndim == 2), 0)
-
-
 def _recompute(wanted: bool) -> tuple[Transform, ...]:
     return (checkpoint_activations(),) if wanted else ()
 
@@ -177,8 +170,6 @@ def _extrapolated(one: Work, two: Work, rows: int) -> Work | None:
             order=one.order,
             partial=one.partial,
             boundary=_line(one.boundary, two.boundary, rows),
-            start=one.start,
-            rows=rows,
             tokens=_line(one.tokens, two.tokens, rows),
         )
     except ValueError:  # another number of ops
