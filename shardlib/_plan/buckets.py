@@ -20,7 +20,17 @@ from shardlib._plan.step import Step
 from shardlib._plan.units import join_small
 from shardlib.layout import Layout
 
-__all__ = ["Bucket", "Unit", "gradient_buckets", "units_of", "unshard_buckets", "update_buckets", "workspace_bytes"]
+__all__ = [
+    "Bucket",
+    "Unit",
+    "gradient_buckets",
+    "unit_bytes",
+    "units_of",
+    "unshard_buckets",
+    "unsharded_bytes",
+    "update_buckets",
+    "workspace_bytes",
+]
 
 
 @dataclass(frozen=True)
@@ -102,7 +112,7 @@ class Bucket:
     @property
     def full_bytes(self) -> int:
         """The bytes of the unsharded tensors."""
-        return sum(_unsharded_bytes(one, self.mesh) for one in self.movements)
+        return sum(unsharded_bytes(one, self.mesh) for one in self.movements)
 
     @property
     def packed_bytes(self) -> int:
@@ -152,7 +162,7 @@ def units_of(movements: Iterable[Movement], units: Sequence[str], mesh: MeshShap
         groups[unit] = [one for one in groups[unit] if one.name in again]
         if staying:
             groups.setdefault("", []).extend(staying)
-    sizes = {unit: sum(_unsharded_bytes(one, mesh) for one in groups[unit]) for unit in units if unit in groups}
+    sizes = {unit: sum(unsharded_bytes(one, mesh) for one in groups[unit]) for unit in units if unit in groups}
     joined = join_small(sizes, resharded.__getitem__, step.joined_bytes)
     made = [Unit(names, tuple(one for name in names for one in groups[name]), resharded[names[0]]) for names in joined]
     return (*made, Unit(("",), tuple(groups[""]), resharded=False)) if "" in groups else tuple(made)
@@ -200,9 +210,9 @@ def workspace_bytes(movements: Iterable[Movement], units: Sequence[str], mesh: M
     """
     every = list(movements)
     gathered = units_of(every, units, mesh, step)
-    turns = [_bytes_of(unit, mesh) for unit in gathered if unit.resharded]
+    turns = [unit_bytes(unit, mesh) for unit in gathered if unit.resharded]
     buffers = sum(max(turns[start::2], default=0) for start in (0, 1))
-    buffers += sum(_bytes_of(unit, mesh) for unit in gathered if not unit.resharded)
+    buffers += sum(unit_bytes(unit, mesh) for unit in gathered if not unit.resharded)
     packed = sorted(sum(one.workspace_bytes for one in unshard_buckets(unit, mesh)) for unit in gathered)
     reduced = [one.workspace_bytes for one in gradient_buckets(reversed(every), mesh, step)]
     in_flight = min(sum(reduced), max(step.bucket_bytes, *reduced)) if reduced else 0
@@ -233,7 +243,7 @@ def _buckets(
             continue
         form = (*_form(one), apart(one))
         pending.setdefault(form, []).append(one)
-        filled[form] = filled.get(form, 0) + _unsharded_bytes(one, mesh)
+        filled[form] = filled.get(form, 0) + unsharded_bytes(one, mesh)
         if limit is not None and filled[form] >= limit:
             made.append(Bucket(tuple(pending.pop(form)), mesh))
             del filled[form]
@@ -252,7 +262,8 @@ def _ends(one: Movement) -> tuple[Layout, Layout]:
     return (one.source, one.target) if one.purpose == "gradients" else (one.target, one.source)
 
 
-def _unsharded_bytes(one: Movement, mesh: MeshShape) -> int:
+def unsharded_bytes(one: Movement, mesh: MeshShape) -> int:
+    """Return the bytes of the unsharded tensor of a movement, in the dtype that is sent."""
     return _numel(_ends(one)[0], one.global_shape, mesh) * one.dtype.itemsize
 
 
@@ -266,5 +277,6 @@ def _numel(layout: Layout, global_shape: tuple[int, ...], mesh: MeshShape) -> in
     return math.prod(layout.local_shape(global_shape, mesh, dict.fromkeys(mesh.names, 0)))
 
 
-def _bytes_of(unit: Unit, mesh: MeshShape) -> int:
-    return sum(_unsharded_bytes(one, mesh) for one in unit.movements)
+def unit_bytes(unit: Unit, mesh: MeshShape) -> int:
+    """Return the bytes of the unsharded parameters of a unit."""
+    return sum(unsharded_bytes(one, mesh) for one in unit.movements)

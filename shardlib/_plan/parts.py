@@ -13,7 +13,15 @@ from itertools import zip_longest
 from typing import NamedTuple, TypeAlias, TypeVar
 
 from shardlib._mesh_shape import MeshShape
-from shardlib._plan.buckets import Bucket, Unit, gradient_buckets, units_of, unshard_buckets, update_buckets
+from shardlib._plan.buckets import (
+    Bucket,
+    gradient_buckets,
+    unit_bytes,
+    units_of,
+    unshard_buckets,
+    unsharded_bytes,
+    update_buckets,
+)
 from shardlib._plan.cluster import Cluster
 from shardlib._plan.memory import Blocks, blocks_per_stage
 from shardlib._plan.movements import Movement, movements_of
@@ -300,18 +308,14 @@ def _part(rows: Sequence[Row], plan: PlanTable, shared: Mapping[str, int], state
         resharded=any(unit.resharded for unit in units),
         held=replace(
             _held(rows, mesh, state_tensors),
-            unsharded=sum(_unit_bytes(unit, mesh) for unit in units if not unit.resharded),
-            turns=tuple(_unit_bytes(unit, mesh) for unit in units if unit.resharded),
+            unsharded=sum(unit_bytes(unit, mesh) for unit in units if not unit.resharded),
+            turns=tuple(unit_bytes(unit, mesh) for unit in units if unit.resharded),
             packed=_packed(bucket for _, bucket in gathered),
             reduced=tuple(Reduced.of(bucket) for bucket in buckets),
             updated=_packed(updates),
             shards=sum(bucket.shard_bytes for bucket in updates if bucket.packed_bytes),
         ),
     )
-
-
-def _unit_bytes(unit: Unit, mesh: MeshShape) -> int:
-    return sum(_gathered_bytes(one, mesh) for one in unit.movements)
 
 
 def _packed(buckets: Iterable[Bucket]) -> tuple[Buffer, ...]:
@@ -330,7 +334,7 @@ def _messages(movements: Sequence[Movement], mesh: MeshShape, *, packed: bool = 
         sent = sum(one.collectives[number].bytes for one in movements) * (first.times if _is_once(first) else 1)
         ranks = math.prod(mesh[axis] for axis in step.axes)
         kind, payload = _payload(step.kind, sent, ranks)
-        full = sum(_gathered_bytes(one, mesh) for one in movements) if packed else 0
+        full = sum(unsharded_bytes(one, mesh) for one in movements) if packed else 0
         yield Message(kind, step.axes, payload, packed=2.0 * full)
 
 
@@ -350,13 +354,6 @@ def _payload(kind: str, sent: float, ranks: int) -> tuple[str, float]:
     # To and from owners, which are spread over the ranks.
     kind = "all_to_all" if kind in ("gather", "scatter") else kind
     return kind, sent * ranks / (ranks - 1)
-
-
-def _gathered_bytes(one: Movement, mesh: MeshShape) -> int:
-    """Return the bytes of the unsharded tensor, in the dtype that is sent."""
-    full = one.source if one.purpose == "gradients" else one.target
-    shape = full.local_shape(one.global_shape, mesh, dict.fromkeys(mesh.names, 0))
-    return math.prod(shape) * one.dtype.itemsize
 
 
 def _held(rows: Sequence[Row], mesh: MeshShape, state_tensors: int) -> Held:
