@@ -191,13 +191,13 @@ class Plan(PlanTable):
         >>> 0.3 < time.mfu < 0.8, time.compute > time.communication > 0
         (True, True)
         """
-        if example is None or self.source is None:
+        if self.source is None:
             raise PlanError(
-                "Time depends on activations: give example=, the batch of one data rank."
-                if self.source is not None
-                else "This plan has no model to run: it was read from JSON, or from DTensors. Make it with "
+                "This plan has no model to run: it was read from JSON, or from DTensors. Make it with "
                 "sl.plan(model, mesh, rules)."
             )
+        if example is None:
+            raise PlanError("Time depends on activations: give example=, the batch of one data rank.")
         work, examples = self.source(self, example)
         return time_of(self, work, Cluster.of(cluster), examples, state_tensors=state_tensors, compiled=compiled)
 

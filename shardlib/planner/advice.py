@@ -14,12 +14,12 @@ from torch import nn
 
 from shardlib._mesh_shape import MeshShape
 from shardlib._plan import Cluster, Plan, StepTime
-from shardlib._plan.quantities import parse_quantity, spell_quantity
+from shardlib._plan.quantities import spell_quantity
 from shardlib._plan.readable import human_bytes
 from shardlib.engine import dryrun
 from shardlib.engine.pipeline.batch import rows as rows_of
 from shardlib.errors import ShardlibError, TooLargeError
-from shardlib.planner.space import with_rows
+from shardlib.planner.space import MARGIN, budget_of, with_rows
 from shardlib.transforms import Transform, parse
 
 __all__ = ["Change", "changes_that_fit", "check_memory", "memory_advice"]
@@ -52,7 +52,7 @@ def check_memory(
     *,
     example: Any,
     memory: str | float | None = None,
-    margin: float = 0.1,
+    margin: float = MARGIN,
 ) -> StepTime:
     """Return the predicted step of a plan, or raise if it does not fit a device.
 
@@ -79,7 +79,7 @@ def check_memory(
     True
     """
     machines = Cluster.of(cluster)
-    budget = int((machines.memory if memory is None else parse_quantity(memory, "B")) * (1 - margin))
+    budget = budget_of(machines, memory, margin)
     time = plan.time(machines, example=example)
     if time.memory.total <= budget:
         return time
@@ -88,7 +88,7 @@ def check_memory(
 
 @contextmanager
 def memory_advice(
-    model: nn.Module, plan: Plan, cluster: Cluster | str | PathLike[str], *, example: Any, margin: float = 0.1
+    model: nn.Module, plan: Plan, cluster: Cluster | str | PathLike[str], *, example: Any, margin: float = MARGIN
 ) -> Iterator[None]:
     """Add the cheapest changes that make a plan fit to an out-of-memory error that is raised inside.
 
@@ -109,7 +109,7 @@ def memory_advice(
     except (torch.OutOfMemoryError, RuntimeError) as error:
         if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
             machines = Cluster.of(cluster)
-            budget = int(machines.memory * (1 - margin))
+            budget = budget_of(machines, None, margin)
             time = plan.time(machines, example=example)
             less = min(budget, time.memory.total - 1)  # it did not fit, whatever was predicted
             error.add_note(_said(time, less, changes_that_fit(model, plan, machines, example=example, budget=less)))

@@ -14,18 +14,16 @@ from torch import nn
 from shardlib import layouts
 from shardlib._mesh_shape import MeshLike, MeshShape
 from shardlib._plan import Cluster, Parts, Peak, Plan, RulesLike, StepTime, as_rules, peak_of, price
-from shardlib._plan.quantities import parse_quantity
 from shardlib._plan.readable import human_bytes
 from shardlib.errors import LayoutError, PlanError, RuleError, ShardlibError, short_traceback
 from shardlib.planner.candidates import Grid, Refusals, Schedule, Sharding, grids, microbatches, schedules, shardings
 from shardlib.planner.choices import BestPlans, Choice, difference
-from shardlib.planner.space import Space
+from shardlib.planner.space import MARGIN, Space, budget_of
 from shardlib.transforms import Transform, accumulate, checkpoint_activations, pipeline, precision
 
 __all__ = ["best_plans"]
 
 _LONG = 32768  # tokens of an example from which they are divided among ranks
-_MARGIN = 0.1
 _EQUAL = 0.01  # of a time: a plainer plan is worth it
 
 
@@ -43,7 +41,7 @@ def best_plans(
     rules: RulesLike | None = None,
     transforms: Transform | Sequence[Transform] | None = None,
     axes: MeshLike | None = None,
-    margin: float = _MARGIN,
+    margin: float = MARGIN,
     state_tensors: int = 2,
     compiled: bool = False,
 ) -> BestPlans:
@@ -89,9 +87,7 @@ def best_plans(
     """
     machines = Cluster.of(cluster)
     _check_numbers(world=world, batch=batch, top=top)
-    if not 0 <= margin < 1:
-        raise PlanError(f"margin={margin!r} was given; give the part of the memory to leave free, from 0 to below 1.")
-    budget = int((machines.memory if memory is None else parse_quantity(memory, "B")) * (1 - margin))
+    budget = budget_of(machines, memory, margin)
     given = _example(model, example, seq)
     base = _base(machines, model) if transforms is None else _listed(transforms)
     own = layouts.for_model(model) if rules is None else as_rules(rules)

@@ -26,16 +26,20 @@ from shardlib._plan import (
     stacked_experts,
     stages_of_counts,
 )
+from shardlib._plan.quantities import parse_quantity
 from shardlib.engine import _torch
 from shardlib.engine._torch import pytree
 from shardlib.engine.pipeline.batch import rows as rows_of
 from shardlib.engine.work import Cut, cut_of, record_work, tokens_of
-from shardlib.errors import RuleError
+from shardlib.errors import PlanError, RuleError
 from shardlib.planner.candidates import Grid, Schedule, Sharding
 from shardlib.rules import Rules
 from shardlib.transforms import Transform, checkpoint_activations
 
-__all__ = ["Space", "with_rows"]
+__all__ = ["MARGIN", "Space", "budget_of", "with_rows"]
+
+MARGIN = 0.1
+"""The part of a device's memory that is left free."""
 
 _KEPT = 3  # blocks: transforms look at whether there are more than two
 
@@ -139,6 +143,25 @@ class Space:
         if grid.stages == 1:
             return (StageShape(self.order),)
         return stages_of_counts(self.order, self.counts(grid, schedule), grid.stages, schedule.name)
+
+
+def budget_of(cluster: Cluster, memory: str | float | None, margin: float) -> int:
+    """Return the bytes that a device may hold.
+
+    Args:
+        cluster: the machines.
+        memory: bytes of a device, as a number or in words; None is the cluster's.
+        margin: the part of it that is left free.
+
+    Raises:
+        PlanError: a memory that cannot be read, or a margin that is no part.
+
+    >>> budget_of(Cluster.preset("h100"), "50GB", 0.1)
+    45000000000
+    """
+    if not 0 <= margin < 1:
+        raise PlanError(f"margin={margin!r} was given; give the part of the memory to leave free, from 0 to below 1.")
+    return int((cluster.memory if memory is None else parse_quantity(memory, "B")) * (1 - margin))
 
 
 def _recompute(wanted: bool) -> tuple[Transform, ...]:
