@@ -1,12 +1,12 @@
 """Measure what a `Cluster` says, on the machine that runs this: products, memory, launches, and collectives of ranks.
 
-Each figure is the best of several repetitions: other programs on the machine only make them slower. On a CPU whose
-cores ranks share it is the median: they slow each other in training too.
+Each figure is the best of several repetitions: other programs on the machine only make them slower. Ranks on CPUs slow
+each other, in training too. There a figure is a mean over a time in which all ranks work; and a collective follows a
+product, so that it has the time for which ranks wait for the slower ones.
 """
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -16,9 +16,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from shardlib._measure import await_device
 from shardlib._plan import KINDS, ByKind, Link, Rate, ring_bytes, ring_steps
+from shardlib.engine.ranks import transport
 
 __all__ = ["Effort", "Timing", "fit", "link_of", "measure_device", "measure_job", "time_collectives"]
 
@@ -32,26 +34,30 @@ class Effort:
     """The sizes that are measured, and how often.
 
     Attributes:
-        products: sides of square matrices; the highest rate of them counts.
+        products: features of linear layers, whose products are measured; the median of their rates counts.
+        rows: of their inputs.
         memory: bytes of a tensor that is copied; more than caches hold.
         payloads: bytes that a rank contributes to a collective.
         repeats: times that each is measured.
+        window: seconds for which ranks on CPUs do the same.
     """
 
     products: tuple[int, ...]
+    rows: int
     memory: int
     payloads: tuple[int, ...]
     repeats: int
+    window: float
 
     @classmethod
     def of(cls, *, accelerator: bool, quick: bool) -> Effort:
         """Return what suits a device."""
         sides = (2048, 4096, 8192) if accelerator else (256, 512, 1024)
-        memory = 2**30 if accelerator else 2**28
+        rows, memory = (4096, 2**30) if accelerator else (1024, 2**28)
         payloads = tuple(4**power for power in range(5, 15 if accelerator else 13))
         if quick:
-            return cls(sides[:1], memory // 16, payloads[::3], 3)
-        return cls(sides, memory, payloads, 10)
+            return cls(sides[:1], rows, memory // 16, payloads[::3], 3, 0.05)
+        return cls(sides, rows, memory, payloads, 10, 0.5)
 
 
 class Timing(NamedTuple):
@@ -60,7 +66,7 @@ class Timing(NamedTuple):
     Attributes:
         kind: as in `Cluster.collective_time`.
         payload: bytes that a rank contributes.
-        seconds: of the slowest rank.
+        seconds: of the slowest rank; on CPUs the mean of ranks.
     """
 
     kind: str
@@ -70,13 +76,14 @@ class Timing(NamedTuple):
 
 def measure_device(device: torch.device, effort: Effort) -> dict[str, Any]:
     """Return the arguments of `Cluster` that one device decides, but for the size of its memory."""
-    launch = _launch(device, effort.repeats)
+    launch = _launch(device, effort)
     copied = _copies(device, device, effort, launch)
     host = copied if device.type == "cpu" else _copies(torch.device("cpu"), device, effort, launch)
+    reached = min(_elementwise(device, effort, launch) / (2 * copied), 1.0)  # a copy reads and writes
     return {
         "launch": _rounded(launch),
         "products": tuple(_products(device, effort, launch)),
-        "memory_bandwidth": _rate(2 * copied),  # read and written
+        "memory_bandwidth": Rate(_rounded(2 * copied), round(reached, 2) or 0.01, SOURCE),
         "host_bandwidth": _rate(host),
     }
 
@@ -106,32 +113,36 @@ def measure_job(device: torch.device, effort: Effort, node: int) -> dict[str, An
 
 
 def _overlap(device: torch.device, effort: Effort) -> float:
-    """Return the part of the shorter one of computation and communication that hides behind the other."""
-    side, payload = effort.products[-1] // 2, torch.ones(effort.payloads[-1] // 16, device=device)
+    """Return the part of the shorter one of computation and communication that hides behind the other: the mean of the
+    collectives of parameters and gradients."""
+    side, payload = effort.products[-1] // 2, effort.payloads[-1] // 4
     a, b = torch.ones(side, side, device=device), torch.ones(side, side, device=device)
+    product = _of_ranks(_taken(lambda: torch.mm(a, b), device, effort), device)
+    found = []
+    for kind in ("all_reduce", "all_gather", "reduce_scatter"):
+        begin = _begin(kind, _ones(payload, dist.get_world_size(), device), transport.over(_world(), device))
 
-    def communicate() -> None:
-        dist.all_reduce(payload)
+        def send(begin: _Begin = begin) -> None:
+            begin()()
 
-    seconds = _best(communicate, device, effort.repeats)
-    count = max(round(seconds / _best(lambda: torch.mm(a, b), device, effort.repeats)), 1)
+        sent = _of_ranks(_of_collective(send, device, effort), device)
+        count = max(round(sent / product), 1)
 
-    def compute() -> None:
-        for _ in range(count):
-            torch.mm(a, b)
+        def multiply(count: int = count) -> None:
+            for _ in range(count):
+                torch.mm(a, b)
 
-    def both() -> None:
-        work = dist.all_reduce(payload, async_op=True)
-        compute()
-        work.wait()
+        def both(begin: _Begin = begin, multiply: Callable[[], None] = multiply) -> None:
+            wait = begin()
+            multiply()
+            wait()
 
-    taken = torch.tensor([_best(run, device, effort.repeats) for run in (communicate, compute, both)], device=device)
-    dist.all_reduce(taken, dist.ReduceOp.MAX)
-    alone, beside, together = taken.tolist()
-    return round(min(max((alone + beside - together) / min(alone, beside), 0.0), 1.0), 2)
+        alone, together = (_of_ranks(_taken(run, device, effort, joint=True), device) for run in (multiply, both))
+        found.append((sent + alone - together) / min(sent, alone))
+    return round(min(max(statistics.mean(found), 0.0), 1.0), 2)
 
 
-def _launch(device: torch.device, repeats: int) -> float:
+def _launch(device: torch.device, effort: Effort) -> float:
     """Return the seconds of the shortest kernel, of many in a row."""
     one, count = torch.ones(1, device=device), 1000
 
@@ -139,21 +150,50 @@ def _launch(device: torch.device, repeats: int) -> float:
         for _ in range(count):
             one.add_(1)
 
-    return _best(many, device, repeats) / count
+    return _taken(many, device, effort) / count
 
 
 def _products(device: torch.device, effort: Effort, launch: float) -> Iterable[tuple[str, Rate]]:
     for name in _DTYPES:
         try:
-            rate = max(_product_rate(device, getattr(torch, name), side, effort, launch) for side in effort.products)
+            yield name, _rate(_product_rate(device, getattr(torch, name), effort, launch))
         except RuntimeError:  # a device without this dtype, as MPS without float64
             continue
-        yield name, _rate(rate)
 
 
-def _product_rate(device: torch.device, dtype: torch.dtype, side: int, effort: Effort, launch: float) -> float:
-    a, b = (torch.ones(side, side, device=device, dtype=dtype) for _ in range(2))
-    return 2.0 * side**3 / _beyond(_best(lambda: torch.mm(a, b), device, effort.repeats, _LIMIT), launch)
+def _product_rate(device: torch.device, dtype: torch.dtype, effort: Effort, launch: float) -> float:
+    """Return the operations a second of the three products of a linear layer: of its output and of both gradients."""
+    rates: list[float] = []
+    for side in effort.products:
+        rows = torch.ones(effort.rows, side, device=device, dtype=dtype)
+        weight, grads = rows.new_ones(4 * side, side), rows.new_ones(effort.rows, 4 * side)
+
+        def train(rows: torch.Tensor = rows, weight: torch.Tensor = weight, grads: torch.Tensor = grads) -> None:
+            rows @ weight.T, grads @ weight, grads.T @ rows
+
+        seconds = _taken(train, device, effort)
+        rates.append(3 * 2.0 * effort.rows * weight.numel() / _beyond(seconds, 3 * launch))
+        if seconds > _LIMIT:
+            break
+    return statistics.median(rates)
+
+
+def _elementwise(device: torch.device, effort: Effort, launch: float) -> float:
+    """Return the bytes a second of ops without products, as training has them, each with a new result: of small and of
+    large tensors, whose memory a CPU gets from the system each time."""
+    per_byte = []
+    for part in (64, 16, 4):
+        rows = torch.ones(effort.memory // part // 4096, 1024, device=device)
+
+        def ops(rows: torch.Tensor = rows) -> None:
+            rows + rows
+            F.gelu(rows)
+            F.layer_norm(rows, rows.shape[1:])
+            rows.softmax(-1)
+
+        moved = 9 * rows.nbytes  # one of them reads two tensors
+        per_byte.append(_beyond(_taken(ops, device, effort), 4 * launch) / moved)
+    return 1 / statistics.mean(per_byte)
 
 
 def _copies(source: torch.device, target: torch.device, effort: Effort, launch: float) -> float:
@@ -161,7 +201,7 @@ def _copies(source: torch.device, target: torch.device, effort: Effort, launch: 
     pinned = source.type == "cpu" and target.type == "cuda"
     sent = torch.empty(effort.memory, dtype=torch.uint8, device=source, pin_memory=pinned).fill_(1)
     kept = torch.empty(effort.memory, dtype=torch.uint8, device=target).fill_(1)
-    return effort.memory / _beyond(_best(lambda: kept.copy_(sent, non_blocking=True), target, effort.repeats), launch)
+    return effort.memory / _beyond(_taken(lambda: kept.copy_(sent, non_blocking=True), target, effort), launch)
 
 
 def _beyond(seconds: float, launch: float) -> float:
@@ -169,15 +209,30 @@ def _beyond(seconds: float, launch: float) -> float:
     return max(seconds - launch, seconds / 10)
 
 
-def _best(run: Callable[[], object], device: torch.device, repeats: int, limit: float = math.inf) -> float:
-    """Return the seconds of the fastest of some runs, or of the median, after one that is not counted; of fewer runs
-    after `limit` seconds."""
+def _taken(run: Callable[[], object], device: torch.device, effort: Effort, *, joint: bool = False) -> float:
+    """Return the seconds of a run, after one that is not counted: of the fastest of some; of ranks on CPUs, the mean
+    of as many as end in a window of time.
+
+    Args:
+        run: what is measured.
+        device: where it runs.
+        effort: how often.
+        joint: whether all ranks have to run it equally often, as a collective.
+    """
     run()
     found: list[float] = []
-    while len(found) < repeats and sum(found) < limit:
+    if not _shares_cores(device):
+        while len(found) < effort.repeats and (joint or sum(found) < _LIMIT):
+            found.append(_seconds(run, device))
+        return min(found)
+    dist.barrier()
+    while len(found) < effort.repeats if joint else sum(found) < effort.window:
         found.append(_seconds(run, device))
-    shared = device.type == "cpu" and dist.is_initialized()
-    return statistics.median(found) if shared else min(found)
+    return statistics.mean(found)
+
+
+def _shares_cores(device: torch.device) -> bool:
+    return device.type == "cpu" and dist.is_initialized()
 
 
 def _seconds(run: Callable[[], object], device: torch.device) -> float:
@@ -189,35 +244,88 @@ def _seconds(run: Callable[[], object], device: torch.device) -> float:
 
 
 def time_collectives(device: torch.device, effort: Effort, group: dist.ProcessGroup | None = None) -> list[Timing]:
-    """Return the timings of all kinds of collectives over a group, the same on each of its ranks; all ranks call it."""
+    """Return the timings of all kinds of collectives over a group, the same on each of its ranks; all ranks call it.
+
+    All-reduces, all-gathers and reduce-scatters are sent as the engine sends those of parameters and gradients.
+    """
     found, size = [], dist.get_world_size(group)
     for kind in KINDS:
         for payload in effort.payloads:
-            mine = torch.ones(max(payload // 4 // size, 1) * size, device=device)
-            run = _collective(kind, mine, group)
-            seconds = torch.tensor(_best(run, device, effort.repeats), device=device, dtype=torch.float32)
-            dist.all_reduce(seconds, dist.ReduceOp.MAX, group=group)
-            found.append(Timing(kind, mine.nbytes, seconds.item()))
+            mine = _ones(payload, size, device)
+            taken = _of_collective(_collective(kind, mine, group or _world()), device, effort)
+            found.append(Timing(kind, mine.nbytes, _of_ranks(taken, device, group)))
     return found
 
 
-def _collective(kind: str, mine: torch.Tensor, group: dist.ProcessGroup | None) -> Callable[[], object]:
+def _ones(payload: int, size: int, device: torch.device) -> torch.Tensor:
+    """Return a flat tensor of about so many bytes, which a number of ranks divides."""
+    return torch.ones(max(payload // 4 // size, 1) * size, device=device)
+
+
+def _world() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def _of_collective(run: Callable[[], object], device: torch.device, effort: Effort) -> float:
+    """Return the seconds of a collective on this rank; on CPUs with what it waits for others after a product."""
+    if not _shares_cores(device):
+        return _taken(run, device, effort, joint=True)
+    square = torch.ones(effort.products[-1], effort.products[-1])
+    found: list[float] = []
+    run()
+    while len(found) < effort.repeats:
+        square @ square
+        found.append(_seconds(run, device))
+    return statistics.mean(found)
+
+
+def _of_ranks(seconds: float, device: torch.device, group: dist.ProcessGroup | None = None) -> float:
+    """Return the seconds of the slowest rank; on CPUs, where each rank waits for the others in turn, the mean."""
+    tensor, shared = torch.tensor(seconds, device=device, dtype=torch.float32), _shares_cores(device)
+    dist.all_reduce(tensor, dist.ReduceOp.SUM if shared else dist.ReduceOp.MAX, group=group)
+    return tensor.item() / (dist.get_world_size(group) if shared else 1)
+
+
+_Begin = Callable[[], Callable[[], object]]
+
+
+def _begin(kind: str, mine: torch.Tensor, over: transport.Transport) -> _Begin:
+    """Return a function that begins a collective of the engine, and returns the one that waits for it."""
+    workspace = transport.Workspace()
+    every = mine.new_empty(over.count, mine.numel())
+    parts = [*mine.view(over.count, -1)]
+
+    def begin() -> Callable[[], object]:
+        if kind == "all_reduce":
+            return over.all_reduce(mine).wait
+        if kind == "all_gather":
+            return over.all_gather([*every]).wait
+        pending = over.reduce_scatter(parts, workspace)
+
+        def finish() -> None:
+            pending.wait()
+            torch.stack(pending.blocks).sum(0)
+            for buffer in pending.borrowed:
+                workspace.give(buffer)
+
+        return finish
+
+    return begin
+
+
+def _collective(kind: str, mine: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], object]:
     """Return a collective of a rank's flat tensor, whose other tensors are made already."""
     size, rank = dist.get_world_size(group), dist.get_rank(group)
-    match kind:
-        case "all_reduce":
-            return lambda: dist.all_reduce(mine, group=group)
-        case "all_gather":
-            every = mine.new_empty(size * mine.numel())
-            return lambda: dist.all_gather_single(every, mine, group=group)
-        case "reduce_scatter":
-            part = mine.new_empty(mine.numel() // size)
-            return lambda: dist.reduce_scatter_single(part, mine, group=group)
-        case "all_to_all":
-            other = torch.empty_like(mine)
-            return lambda: dist.all_to_all_single(other, mine, group=group)
-        case "broadcast":
-            return lambda: dist.broadcast(mine, group_src=0, group=group)
+    if kind in ("all_reduce", "all_gather", "reduce_scatter"):
+        begin = _begin(kind, mine, transport.over(group, mine.device))
+        return lambda: begin()()
+    if kind == "all_to_all":
+        received = torch.empty_like(mine)
+        return lambda: dist.all_to_all_single(received, mine, group=group)
+    if kind == "broadcast":
+        return lambda: dist.broadcast(mine, group_src=0, group=group)
     other = torch.empty_like(mine)
     ahead, behind = (rank + 1) % size, (rank - 1) % size
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -142,13 +143,25 @@ def changes_that_fit(
 
 @dataclass(frozen=True)
 class _Option:
-    """A change of one setting: transforms that are put in the place of others, or fewer rows in a pass."""
+    """A change of one setting: transforms that are put in the place of others, fewer rows in a pass, another mesh.
+
+    Attributes:
+        setting: of two changes of one setting, a plan takes one.
+        what: the change, in the words of its code.
+        added: a transform.
+        dropped: names of transforms that it replaces.
+        passes: into so many the rows of a pass are divided.
+        mesh: the mesh, if it is another one.
+        gathered: so many data ranks become one, which takes the rows of all of them.
+    """
 
     setting: str
     what: str
     added: str = ""
     dropped: tuple[str, ...] = ()
     passes: int = 1
+    mesh: MeshShape | None = None
+    gathered: int = 1
 
 
 def _options(plan: Plan, rows: int, cluster: Cluster) -> Iterator[_Option]:
@@ -164,12 +177,24 @@ def _options(plan: Plan, rows: int, cluster: Cluster) -> Iterator[_Option]:
         for passes in (2, 4, 8):
             if rows % passes == 0:
                 count = passes * plan.step.accumulate
-                what = f"accumulate({count}), with {rows // passes} rows in each pass"
-                yield _Option("passes", what, f"accumulate({count})", ("accumulate",), passes=passes)
+                yield _Option("passes", "", f"accumulate({count})", ("accumulate",), passes=passes)
+    if plan.rules is not None and not plan.idle_axes:
+        yield from _meshes(plan.mesh, cluster)
     if "offload" not in names and cluster.host_bandwidth is not cluster.memory_bandwidth:
         yield _Option("offload", 'transforms=offload("state")', 'offload("state")')
     if "precision" not in names and "bfloat16" in dict(cluster.products):
         yield _Option("precision", 'transforms=precision("bf16")', 'precision("bf16")')
+
+
+def _meshes(mesh: MeshShape, cluster: Cluster) -> Iterator[_Option]:
+    """Iterate over meshes of as many ranks, of which more share each tensor: data ranks become ranks of `tp`."""
+    sizes = dict(mesh.items())
+    for data in mesh.data_axes[-1:]:
+        for by in (2, 4, 8):
+            tp = sizes.get("tp", 1) * by
+            if sizes[data] % by == 0 and tp <= cluster.devices:
+                made = MeshShape({**sizes, data: sizes[data] // by, "tp": tp})
+                yield _Option("mesh", f'mesh="{made}"', mesh=made, gathered=by)
 
 
 def _stage_of(transforms: Sequence[str]) -> int:
@@ -186,17 +211,24 @@ def _priced(
     dropped = {name for one in chosen for name in one.dropped}
     kept = [text for text in plan.transforms if text.partition("(")[0] not in dropped]
     texts = (*kept, *(one.added for one in chosen if one.added))
-    batch = example
-    for one in chosen:
-        batch = with_rows(batch, rows_of(batch) // one.passes) if one.passes > 1 else batch
+    mesh = next((one.mesh for one in chosen if one.mesh is not None), plan.mesh)
+    passes, gathered = (math.prod(getattr(one, name) for one in chosen) for name in ("passes", "gathered"))
+    rows = rows_of(example) * gathered // passes
+    batch = example if rows == rows_of(example) else with_rows(example, rows)
     try:
-        made = dryrun.plan(model, plan.mesh, plan.rules, transforms=_parsed(texts))
+        made = dryrun.plan(model, mesh, plan.rules, transforms=_parsed(texts))
         time = made.time(cluster, example=batch)
     except ShardlibError:
         return []  # settings that this plan cannot have
-    if time.memory.total > budget:
+    if time.memory.total > budget or made.idle_axes:
         return []
-    return [Change(" and ".join(one.what for one in chosen), plan.mesh, texts, time)]
+    what = [one.what for one in chosen if one.passes == 1]
+    if passes > 1:
+        count = passes * plan.step.accumulate
+        what.append(f"accumulate({count}), with {rows} rows in each pass")
+    elif gathered > 1:
+        what.append(f"{rows} rows for each data rank")
+    return [Change(" and ".join(what), mesh, texts, time)]
 
 
 def _parsed(texts: Sequence[str]) -> list[Transform]:
@@ -209,7 +241,7 @@ def _said(time: StepTime, budget: int, changes: Sequence[Change]) -> str:
         f"{human_bytes(time.memory.total - budget)}."
     )
     if not changes:
-        return f"{head} No change of its transforms makes it fit: use more ranks, or a tp or pp axis (sl.best_plans)."
+        return f"{head} No change of its transforms or of tp makes it fit: use more ranks, or a pp axis (best_plans)."
     lines = [
         f"  {each.what}: {human_bytes(each.time.memory.total)}, a step of "
         f"{spell_quantity(each.time.seconds, 's', digits=3)} ({each.time.seconds / time.seconds - 1:+.1%})"

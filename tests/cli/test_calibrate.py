@@ -18,7 +18,7 @@ from tests.house.source import ROOT
 from tests.scripts import run_shell
 
 SIZES = [4**power for power in range(5, 13)]
-TINY = Effort((16,), 2**16, (1024, 4096), 1)
+TINY = Effort((16,), 8, 2**16, (1024, 4096), 1, 0.001)
 latencies, bandwidths = st.floats(1e-7, 1e-2), st.floats(1e7, 1e12)
 
 

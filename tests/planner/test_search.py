@@ -250,6 +250,25 @@ def test_a_plan_that_does_not_fit_is_told_with_the_three_cheapest_changes():
         assert each.time.memory.total <= 450_000_000
 
 
+def test_a_mesh_on_which_more_ranks_share_a_tensor_is_advised_with_the_rows_that_its_data_ranks_get():
+    model, batch = Mlp(8, 2048), torch.empty(2048, 2048, device="meta")
+    rules = {"blocks.*": "colwise"}
+    plan = sl.plan(model, "dp=4", rules)
+    changes = changes_that_fit(model, plan, "h100", example=batch, budget=280 * 2**20)
+    named = [each for each in changes if "tp" in each.mesh]
+    assert named and all(f'mesh="{each.mesh}"' in each.what for each in named)
+    for each in named:
+        transforms = [sl.transforms.parse(text) for text in each.transforms]
+        again = sl.plan(model, each.mesh, rules, transforms=transforms)
+        rows = 4 * 2048 // each.mesh.data_ranks // again.step.accumulate
+        assert f"{rows} rows" in each.what
+        example = torch.empty(rows, 2048, device="meta")
+        assert again.time("h100", example=example).seconds == each.time.seconds
+    alone = sl.plan(model, "dp=4", {"**": None})  # no rule shards anything over tp
+    found = changes_that_fit(model, alone, "h100", example=batch, budget=400 * 2**20)
+    assert found and all("tp" not in each.mesh for each in found)
+
+
 def test_an_error_that_is_caught_has_the_advice_too():
     model, batch = Mlp(8, 2048), torch.empty(2048, 2048, device="meta")
     plan = sl.plan(model, "dp=4", {"**": None})
