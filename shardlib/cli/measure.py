@@ -183,7 +183,7 @@ def _elementwise(device: torch.device, effort: Effort, launch: float) -> float:
     large tensors, whose memory a CPU gets from the system each time."""
     per_byte = []
     for part in (64, 16, 4):
-        rows = torch.ones(effort.memory // part // 4096, 1024, device=device)
+        rows = torch.ones(max(effort.memory // part // 4096, 1), 1024, device=device)
 
         def ops(rows: torch.Tensor = rows) -> None:
             rows + rows
