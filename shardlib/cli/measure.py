@@ -173,7 +173,7 @@ def _product_rate(device: torch.device, dtype: torch.dtype, effort: Effort, laun
 
         seconds = _taken(train, device, effort)
         rates.append(3 * 2.0 * effort.rows * weight.numel() / _beyond(seconds, 3 * launch))
-        if seconds > _LIMIT:
+        if _of_ranks(seconds, device) > _LIMIT:
             break
     return statistics.median(rates)
 
@@ -282,7 +282,10 @@ def _of_collective(run: Callable[[], object], device: torch.device, effort: Effo
 
 
 def _of_ranks(seconds: float, device: torch.device, group: dist.ProcessGroup | None = None) -> float:
-    """Return the seconds of the slowest rank; on CPUs, where each rank waits for the others in turn, the mean."""
+    """Return the seconds of the slowest rank; on CPUs, where each rank waits for the others in turn, the mean. All ranks
+    call it."""
+    if not dist.is_initialized():
+        return seconds
     tensor, shared = torch.tensor(seconds, device=device, dtype=torch.float32), _shares_cores(device)
     dist.all_reduce(tensor, dist.ReduceOp.SUM if shared else dist.ReduceOp.MAX, group=group)
     return tensor.item() / (dist.get_world_size(group) if shared else 1)
