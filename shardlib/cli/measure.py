@@ -282,7 +282,7 @@ def _of_collective(run: Callable[[], object], device: torch.device, effort: Effo
 
 
 def _of_ranks(seconds: float, device: torch.device, group: dist.ProcessGroup | None = None) -> float:
-    """Return the seconds of the slowest rank; on CPUs, where each rank waits for the others in turn, the mean. All ranks
+    """Return the seconds of the slowest rank; on CPUs, where each waits for the others in turn, the mean. All ranks
     call it."""
     if not dist.is_initialized():
         return seconds
