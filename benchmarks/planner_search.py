@@ -2,9 +2,9 @@
 
     python benchmarks/planner_search.py
 
-Nothing runs on devices. Galvatron's plans, with its seconds and memory, and the measurements of its authors from which it
-computes them are in results/galvatron_search.json (`planner_beside.py --galvatron` makes it). A cluster is made of these
-measurements: the rate of products, so that a row takes what it takes in forward of a layer; the launch of a kernel, so
+Nothing runs on devices. Galvatron's plans, with its seconds and memory, are in results/galvatron_search.json, which
+`planner_beside.py --galvatron` makes, with the measurements of its authors from which it computes them. A cluster is
+made of these: the rate of products, so that a row takes what it takes in forward of a layer; the launch of a kernel, so
 that their count takes what a layer takes beside its rows; the bandwidths of all-reduces; the part of communication that
 hides. Then shardlib searches too, with as much memory, and each program's best plan has shardlib's price.
 """
@@ -34,14 +34,14 @@ def built(search: dict[str, Any]) -> nn.Module:
     """Return the model of a search, on meta, as transformers has it; attention is one kernel, without dropout."""
     import transformers as hf
 
-    sizes = {"hidden_size": search["hidden"], "num_hidden_layers": search["layers"]}
+    sizes: dict[str, Any] = {"hidden_size": search["hidden"], "num_hidden_layers": search["layers"]}
     heads = int(search["profile"].split("head")[1][:2])
     wide = {"intermediate_size": 4 * search["hidden"], "num_attention_heads": heads}
     gpt = {"n_embd": search["hidden"], "n_layer": search["layers"], "n_head": heads, "n_positions": search["seq"]}
     with torch.device("meta"):
         match search["folder"]:
             case "vit_hf":
-                return hf.ViTForImageClassification(hf.ViTConfig(num_labels=1000, **sizes, **wide))
+                return hf.ViTForImageClassification(hf.ViTConfig(**sizes, **wide))
             case "bert_hf":
                 return hf.BertForMaskedLM(hf.BertConfig(attention_probs_dropout_prob=0.0, **sizes, **wide))
             case "gpt_hf":
@@ -117,7 +117,8 @@ def compare(one: dict[str, Any], console: Console) -> dict[str, Any]:
     search = one["search"]
     model = built(search)
     cluster = cluster_of(one, model)
-    title = f"{search['model']}, {search['nodes']} x {search['gpus']} GPUs of {search['memory']} GB, batch {search['batch']}"
+    machines = f"{search['nodes']} x {search['gpus']} GPUs of {search['memory']} GB"
+    title = f"{search['model']}, {machines}, batch {search['batch']}"
     table = Table(title=title)
     for name in ("plan", "Galvatron, s", "shardlib, s", "", "Galvatron, GiB", "shardlib, GiB", ""):
         table.add_column(name, justify="left" if name == "plan" else "right")
@@ -151,9 +152,8 @@ def compare(one: dict[str, Any], console: Console) -> dict[str, Any]:
     except ShardlibError as error:
         console.print(f"shardlib's search: {error}\n", markup=False)
         return made | {"best": None, "reason": str(error)}
-    own = (
-        f"{best.mesh}{f' {best.mode}' if best.mode else ''}: {best.transforms}, {best.rows} rows x {best.microbatches}"
-    )
+    mesh = f"{best.mesh} {best.mode}" if best.mode else str(best.mesh)
+    own = f"{mesh}: {best.transforms}, {best.rows} rows x {best.microbatches}"
     theirs = plans[one["found"]["full"]["plan"]].get("seconds")
     ratio = None if theirs is None else theirs / best.time.seconds
     console.print(
