@@ -182,18 +182,14 @@ def shardings(grid: Grid, node: int) -> Iterator[tuple[MeshShape, Sharding]]:
             yield split, Sharding(5, hsdp(shard="fsdp", replicate="dp"))
 
 
-def microbatches(batch: int, grid: Grid, refused: Refusals, *, most: int = 64) -> list[tuple[int, int]]:
-    """Return pairs of the rows of a microbatch and the number of microbatches of a data rank."""
+def microbatches(batch: int, grid: Grid, refused: Refusals) -> list[tuple[int, int]]:
+    """Return pairs: the rows of a microbatch, a power of two or all, and the microbatches of a data rank."""
     ranks = grid.mesh.data_ranks
     if batch % ranks:
         refused.add("the batch does not divide over data ranks", f"{batch} rows over {ranks}: {grid}")
         return []
     own = batch // ranks
-    return [
-        (rows, own // rows)
-        for rows in divisors(own)
-        if (rows <= most and (rows & (rows - 1)) == 0) or rows == own <= most
-    ]
+    return [(rows, own // rows) for rows in divisors(own) if rows.bit_count() == 1 or rows == own]
 
 
 def schedules(grid: Grid, blocks: int, count: int, refused: Refusals) -> list[Schedule]:

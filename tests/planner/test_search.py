@@ -90,6 +90,7 @@ def test_a_batch_is_divided_into_microbatches():
     four = Grid(sl.MeshShape("dp=4"))
     assert microbatches(32, four, refused) == [(1, 8), (2, 4), (4, 2), (8, 1)]
     assert microbatches(24, four, refused) == [(1, 6), (2, 3), (6, 1)]
+    assert microbatches(4096, four, refused)[-2:] == [(512, 2), (1024, 1)]
     assert microbatches(30, four, refused) == [] and refused.counts.total() == 1
 
 
