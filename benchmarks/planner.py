@@ -297,9 +297,15 @@ def main() -> None:
             f"rank correlation {one['correlation']:.3f}; the choice takes {one['choice']:.3f} of the best; "
             f"median error of time {one['time_error']:.1%}; largest error of memory {one['bytes_error']:.1%}"
         )
-        results.append({"model": name, "ranks": ranks, "plans": found, **one})
+        cluster = calibrated(ranks, quick=args.quick).to_toml()
+        results.append({"model": name, "ranks": ranks, "cluster": cluster, "plans": found, **one})
         if args.json:
             write(args.json, results)
+    for ranks in sorted({ranks for _, ranks in runs}):
+        plans = [plan for each in results if each["ranks"] == ranks for plan in each["plans"]]
+        console.print(
+            f"all plans on {ranks} ranks: rank correlation {summary(plans)['correlation']:.3f} of {len(plans)}"
+        )
 
 
 if __name__ == "__main__":
