@@ -265,7 +265,8 @@ def summary(found: Sequence[dict[str, Any]]) -> dict[str, float]:
 def main() -> None:
     args = parser(__doc__).parse_args()
     runs = {("gpt 4x768", 2): FEW[:3]} if args.quick else RUNS
-    results, console = [], Console(width=150)
+    results: list[dict[str, Any]] = []
+    console = Console(width=150)
     for (name, ranks), configs in runs.items():
         found = run(name, ranks, configs, steps=QUICK_STEPS if args.quick else STEPS, quick=args.quick)
         table = Table(title=f"{name} on {ranks} ranks")
