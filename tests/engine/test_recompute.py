@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import shardlib as sl
 from shardlib.engine.feature.recompute import modules_to_recompute
@@ -222,3 +225,68 @@ def _evaluated_first() -> list[float]:
 
 def test_buffers_change_once_also_after_a_forward_that_changes_none(ranks):
     assert ranks(2).run(_evaluated_first) == [[2.0, 2.0]] * 2
+
+
+class Encoded(nn.Module):
+    """A block as of torchvision's `VisionTransformer`: attention reads its output projection without calling it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(8), nn.MultiheadAttention(8, 2, batch_first=True)
+        self.mlp = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.norm(x)
+        h = x + self.attention(h, h, h, need_weights=False)[0]
+        return h + self.mlp(h)
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.positions = nn.Linear(6, 8), nn.Parameter(0.02 * torch.randn(1, 5, 8))
+        self.layers = nn.Sequential(OrderedDict((f"layer_{index}", Encoded()) for index in range(3)))
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layers(self.up(x) + self.positions)[:, 0])
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize("mesh", ["dp=2", "dp_replicate=2,dp_shard=2"])
+@pytest.mark.parametrize("pattern", ["layers.*", "*"])
+@pytest.mark.parametrize("transform", [zero(2), zero(3), fsdp(), fsdp(reshard_after_forward=False)], ids=repr)
+def test_a_block_may_read_parameters_of_a_module_that_it_does_not_call(transform: Transform, pattern: str, mesh: str):
+    """The modules of "*" are in each other: a query that is the key is the key in the second call too."""
+    given: dict[str, Any] = {"mesh": mesh, "rules": {"**": None}, "steps": 2}
+    transforms = (transform, sl.checkpoint_activations(pattern))
+    assert_equivalent(ModelFactory(Encoder), Numbers((4, 5, 6)), transforms=transforms, **given)
+
+
+class Reading(nn.Module):
+    """Checkpoints a function that reads weights whose modules run in it, before it and after it.
+
+    Reentrant checkpointing gives a weight a gradient of its own: only of the module that runs inside alone.
+    """
+
+    def __init__(self, *, use_reentrant: bool) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(checkpoint(self._inner, self.first(x), use_reentrant=self.use_reentrant))
+
+    def _inner(self, x: torch.Tensor) -> torch.Tensor:
+        for module in (self.middle,) if self.use_reentrant else (self.middle, self.first, self.last):
+            x = torch.tanh(F.linear(x, module.weight)) + self.middle(x)
+        return x
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("transform", [zero(2), zero(3), fsdp(reshard_after_forward=False)], ids=repr)
+def test_a_function_may_read_parameters_of_modules(transform: Transform, use_reentrant: bool):
+    """No parameter is outside of units: those that run are all that the function needs."""
+    model = ModelFactory(Reading, (("use_reentrant", use_reentrant),))
+    assert_equivalent(model, Numbers((8, 6)), mesh="dp=2", rules={"**": None}, transforms=transform, steps=2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from typing import Any
 
 import pytest
@@ -31,6 +32,12 @@ def _gpt_case() -> tuple[nn.Module, Any, tuple[torch.Tensor, ...]]:
     return tiny(), layouts.load("example_gpt"), (IDS,)
 
 
+def _many_words_case() -> tuple[nn.Module, Any, tuple[torch.Tensor, ...]]:
+    """Most memory is of logits, which are gathered over "tp"."""
+    torch.manual_seed(0)
+    return GPT(dataclasses.replace(TINY, vocab_size=2048)), layouts.load("example_gpt"), (IDS,)
+
+
 def _uneven_case() -> tuple[nn.Module, Any, tuple[torch.Tensor, ...]]:
     return mlp(33), MLP_RULES, (torch.ones(3, 16),)
 
@@ -41,7 +48,7 @@ def _llama_case() -> tuple[nn.Module, Any, tuple[torch.Tensor, ...]]:
     return build("LlamaForCausalLM", num_hidden_layers=1, use_cache=False), layouts.load("llama"), (IDS,)
 
 
-CASES = {"gpt": _gpt_case, "uneven mlp": _uneven_case, "llama": _llama_case}
+CASES = {"gpt": _gpt_case, "many words": _many_words_case, "uneven mlp": _uneven_case, "llama": _llama_case}
 
 
 def _measured(case: str, shape: str, transforms: tuple[Transform, ...] = ()) -> DryRun:

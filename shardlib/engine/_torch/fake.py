@@ -118,7 +118,7 @@ _FIRST_FAKE_GROUP = 1_000_000_000
 
 
 class _Mode(FakeTensorMode):
-    """The mode of fake tensors, without two mistakes of torch's own."""
+    """The mode of fake tensors, without three mistakes of torch's own."""
 
     def __deepcopy__(self, memo: Any) -> _Mode:
         """Return the mode itself, to which the copy of a tensor belongs too.
@@ -129,6 +129,8 @@ class _Mode(FakeTensorMode):
         return self
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops._c10d_functional.wait_tensor.default:
+            return args[0]  # as the kernel does; the shape function makes another tensor (2.13.0)
         if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
             return _grouped_product(*args, **(kwargs or {}))
         return super().dispatch(func, types, args, kwargs or {})

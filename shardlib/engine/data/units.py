@@ -100,6 +100,8 @@ class _Unit:
             it runs again, they are read as sentinels are.
         depth: the number of forwards of the unit's modules that are running.
         awaited: whether a backward pass will need the unit.
+        is_read_apart: whether a parameter has been read while the unit did not run.
+        is_replaced: whether modules hold other tensors than the stored parameters.
     """
 
     name: str
@@ -119,6 +121,8 @@ class _Unit:
     left: dict[int, type] = field(default_factory=dict)
     depth: int = 0
     awaited: bool = False
+    is_read_apart: bool = False
+    is_replaced: bool = False
     _made_hooks: tuple[Hook, Hook] | None = None
 
     def hooks(self, units: Units) -> tuple[Hook, Hook]:
@@ -181,7 +185,7 @@ class _Unit:
         self._make_unsharded(reducer, in_step=in_step)
         for at, kind in self.left.items():
             self.unsharded[at].__class__ = kind
-        self.left = {}
+        self.left, self.is_replaced = {}, True
         for owner, key, param_state, _ in self.owners:
             owner[key] = self.unsharded[id(param_state)]
 
@@ -216,8 +220,12 @@ class _Unit:
 
         The buffer is left alone: it may be that of the module that reads.
         """
+        self.is_read_apart = True
         self._make_unsharded(reducer, in_step=in_step)
         source, found = self.unsharded[id(param_state)], self.read.get(id(param_state))
+        if self.stays_unsharded and self.is_unsharded and _torch.backward_id() != -1:
+            self.wait_for_unshard()
+            return source
         needs_grad = source.requires_grad and torch.is_grad_enabled()
         if found is None or (needs_grad and not found.requires_grad):
             with torch.no_grad():
@@ -241,6 +249,7 @@ class _Unit:
 
     def use_sentinels(self) -> None:
         """Put sentinels into the modules, which gather a parameter when it is read."""
+        self.is_replaced = True
         for owner, key, param_state, sentinel in self.owners:
             sentinel.train(param_state.param.requires_grad)
             owner[key] = sentinel
@@ -253,6 +262,7 @@ class _Unit:
         for owner, key, param_state, sentinel in self.owners:
             if (found := owner.get(key)) is not None and (found is sentinel or self._holds(found, param_state)):
                 owner[key] = param_state.param
+        self.is_replaced = False
         if self.stays_unsharded:
             self.guard_references()
         written, self.written = self.written + [one.name for one in self.param_states if self._is_written(one)], []
@@ -425,7 +435,7 @@ class Units:
 
     def _use_sharded(self, *, check: bool = True) -> None:
         """Put the stored parameters back into the modules, unless a forward is running; then refuse lost writes."""
-        idle = [unit for unit in self._each if not unit.depth] if not self._inside else []
+        idle = [unit for unit in self._each if unit.is_replaced and not unit.depth] if not self._inside else []
         for unit, written in [(unit, unit.use_sharded()) for unit in idle]:
             if check:
                 unit.refuse_written(written)
@@ -535,7 +545,15 @@ class Units:
             )
 
     def call_again(self, units: Sequence[_Unit], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run in backward a function that ran inside of the forward of these units, with them unsharded."""
+        """Run in backward a function of the forward of the model, which ran inside of these units: they are unsharded.
+
+        It may read parameters of other units than run inside of it: of those that forward has read so, and of those
+        that stayed unsharded in forward, where a read leaves no trace.
+        """
+        self._inside += 1
+        for unit in self._each:
+            if (unit.is_read_apart or unit.stays_unsharded) and not unit.depth:
+                unit.use_sentinels()
         for unit in units:
             self._begin_compute(unit)
         try:
@@ -543,6 +561,13 @@ class Units:
         finally:
             for unit in units:
                 self._end_compute(unit)
+            self._inside -= 1
+            self._use_sharded()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a forward of the model or of one of its units is running."""
+        return self._inside > 0 or any(unit.depth for unit in self._each)
 
     def running(self) -> list[_Unit]:
         """Return the units whose forward is running."""
@@ -601,8 +626,8 @@ def _unsharded_again(function: Callable[..., Any]) -> Callable[..., Any]:
     alone, where models of transformers checkpoint the forward of a block, and not its call.
     """
     for units in list(_LIVE.values()):
-        if running := units.running():
-            function = functools.partial(_call_checkpointed, units, running, function)
+        if units.is_running:
+            function = functools.partial(_call_checkpointed, units, units.running(), function)
     return function
 
 

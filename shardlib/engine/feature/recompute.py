@@ -54,7 +54,8 @@ def recompute_in(module: nn.Module) -> Callable[..., Any]:
     The second call ends where it has made all tensors that backward needs. torch takes the noise of `nn.RReLU` before
     the op has drawn it, so a call that ends there goes back with memory that nothing was written into: a module that
     has one is called to its end. A buffer that forward changes, as BatchNorm its statistics, changes once: the second
-    call begins with the values of the first, in memory that is dropped.
+    call begins with the values of the first, in memory that is dropped. A tensor that is given twice is one tensor in
+    the second call too: `nn.MultiheadAttention` asks whether its query is its key.
     """
     to_end = any(isinstance(child, nn.RReLU) for child in module.modules())
     return functools.partial(_recompute, _Buffers(module), stop=not to_end)
@@ -64,9 +65,12 @@ def _recompute(buffers: _Buffers, inner: Callable[..., Any], *args: Any, stop: b
     if not torch.is_grad_enabled():
         return inner(*args, **kwargs)
     before: list[_Buffer] | None = None
+    each = {id(arg): arg for arg in args}
+    places = [[*each].index(id(arg)) for arg in args]
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*each: Any, **kwargs: Any) -> Any:
         nonlocal before
+        args = [each[place] for place in places]
         if before is None:
             before = buffers.kept()
             output = inner(*args, **kwargs)
@@ -75,7 +79,7 @@ def _recompute(buffers: _Buffers, inner: Callable[..., Any], *args: Any, stop: b
         with _in_place(before):
             return inner(*args, **kwargs)
 
-    call = functools.partial(checkpoint, functools.partial(run, **kwargs), *args, use_reentrant=False)
+    call = functools.partial(checkpoint, functools.partial(run, **kwargs), *each.values(), use_reentrant=False)
     if stop:
         return call()
     with set_checkpoint_early_stop(False):
