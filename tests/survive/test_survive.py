@@ -26,9 +26,12 @@ def _torchrun(job: Job, ranks: int, **variables: str) -> None:
     assert job.fates == []
 
 
-def test_ranks_that_are_killed_before_the_first_checkpoint_and_in_a_save(one: Job, tmp_path: Path):
-    job = Job.new(tmp_path, "2-0-kill", "10-3-save")
-    _torchrun(job, 4, MESH="dp=-1,tp=2")
+@pytest.mark.parametrize(("ranks", "mesh"), [(2, "dp=-1"), pytest.param(4, "dp=-1,tp=2", marks=pytest.mark.deep)])
+def test_ranks_that_are_killed_before_the_first_checkpoint_and_in_a_save(
+    one: Job, tmp_path: Path, ranks: int, mesh: str
+):
+    job = Job.new(tmp_path, "2-0-kill", f"10-{ranks - 1}-save")
+    _torchrun(job, ranks, MESH=mesh)
     check_trained_as(one, job, (2, range(1, 2)), (2, range(1, 11)), (2, range(6, STEPS + 1)))
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["step-000015", "step-000020"]
 
