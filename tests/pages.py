@@ -42,6 +42,7 @@ _HERE = (
     "migrate",
     "prove",
     "audit",
+    "tune",
     "doctor",
     "calibrate",
 )  # on this process, and the ranks that it has

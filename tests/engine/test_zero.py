@@ -307,6 +307,7 @@ def _steps_on_local_gradients(stage: int, kind: Any) -> None:
         assert torch.equal(found[name], value), name
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Muon])
 @pytest.mark.parametrize("stage", [1, 2])
 def test_a_step_on_what_was_never_reduced_is_refused_and_changes_nothing(ranks, stage, kind):
@@ -677,6 +678,7 @@ def _is_freed(stage: str, has_hooks: bool) -> bool:
     return model() is None and param() is None
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("has_hooks", [False, True])
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_model_is_freed_with_what_moves_its_parts(ranks, stage, has_hooks):

@@ -49,7 +49,10 @@ def test_the_command_names_the_line(name: str, capsys: pytest.CaptureFixture[str
     assert line in printed
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+# docs/how-to/audit-lightning.md audits the mended loop of Lightning too.
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.deep] * (name == "train_lightning")) for name in SCRIPTS]
+)
 def test_the_mended_script_is_right(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     script = str(FOLDER / f"{name}.py")
     monkeypatch.setattr(sys, "argv", [script, "--mended"])

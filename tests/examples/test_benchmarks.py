@@ -22,7 +22,12 @@ ON_TWO_RANKS = {
     "tensor_parallel.py": ("parallelize_module, fused AdamW", "parallelize_module", "shardlib"),
 }
 ON_ONE_RANK = ("gpu.py", "setup.py")
-BY_PYTHON = "op_rules.py", "planning.py", pytest.param("gpu.py", marks=pytest.mark.deep)  # which starts torchrun
+_USUAL = "data_parallel.py", "pipeline.py"  # the others are of one form with these
+BY_PYTHON = (
+    "op_rules.py",
+    pytest.param("planning.py", marks=pytest.mark.deep),
+    pytest.param("gpu.py", marks=pytest.mark.deep),
+)  # which starts torchrun
 
 
 def _written(file: Path) -> dict:
@@ -31,7 +36,9 @@ def _written(file: Path) -> dict:
     return written["results"]
 
 
-@pytest.mark.parametrize("name", ON_TWO_RANKS)
+@pytest.mark.parametrize(
+    "name", [name if name in _USUAL else pytest.param(name, marks=pytest.mark.deep) for name in ON_TWO_RANKS]
+)
 def test_steps_are_compared_with_peers_that_have_the_same_optimizer(tmp_path: Path, name: str):
     base, *others = ON_TWO_RANKS[name]
     options = ["--size", "tiny", "--rounds", "2", "--only", *ON_TWO_RANKS[name], "--json", str(tmp_path / "f.json")]

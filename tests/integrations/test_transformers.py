@@ -186,7 +186,7 @@ def test_optimizer_state_of_a_plain_trainer_is_refused(tmp_path: Path):
         _on_ranks("tp", tmp_path, resume=True)
 
 
-@pytest.mark.parametrize("way", ["tp", "zero"])
+@pytest.mark.parametrize("way", params(["zero"], deep=["tp"]))
 def test_a_seq2seq_trainer_generates_as_in_one_process(tmp_path: Path, way: str):
     """T5 normalises in float32. It accepts the number of tokens, and its loss is a mean nevertheless."""
     sharding, world = WAYS[way]
@@ -198,10 +198,10 @@ def test_a_seq2seq_trainer_generates_as_in_one_process(tmp_path: Path, way: str)
 @pytest.mark.parametrize(
     ("model_class", "sharding", "options"),
     [
-        ("LlamaForCausalLM", "dp=2 | zero(3)", {}),
+        pytest.param("LlamaForCausalLM", "dp=2 | zero(3)", {}, marks=pytest.mark.deep),
         ("LlamaForCausalLM", "dp=2 | fsdp()", {"num_beams": 2}),
         ("MixtralForCausalLM", "ep=2", {}),
-        ("LlamaForCausalLM", "dp=2 | zero(2)", {}),
+        pytest.param("LlamaForCausalLM", "dp=2 | zero(2)", {}, marks=pytest.mark.deep),
     ],
 )
 def test_data_ranks_may_generate_texts_of_different_lengths(model_class: str, sharding: str, options: dict[str, Any]):

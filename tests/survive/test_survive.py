@@ -26,9 +26,12 @@ def _torchrun(job: Job, ranks: int, **variables: str) -> None:
     assert job.fates == []
 
 
-def test_ranks_that_are_killed_before_the_first_checkpoint_and_in_a_save(one: Job, tmp_path: Path):
-    job = Job.new(tmp_path, "2-0-kill", "10-3-save")
-    _torchrun(job, 4, MESH="dp=-1,tp=2")
+@pytest.mark.parametrize(("ranks", "mesh"), [(2, "dp=-1"), pytest.param(4, "dp=-1,tp=2", marks=pytest.mark.deep)])
+def test_ranks_that_are_killed_before_the_first_checkpoint_and_in_a_save(
+    one: Job, tmp_path: Path, ranks: int, mesh: str
+):
+    job = Job.new(tmp_path, "2-0-kill", f"10-{ranks - 1}-save")
+    _torchrun(job, ranks, MESH=mesh)
     check_trained_as(one, job, (2, range(1, 2)), (2, range(1, 11)), (2, range(6, STEPS + 1)))
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["step-000015", "step-000020"]
 
@@ -57,10 +60,11 @@ def _lose_one_and_get_it_back(job: Job, names: str, **variables: str) -> None:
     assert job.fates == []
 
 
-def test_a_node_is_lost_and_comes_back(one: Job, tmp_path: Path):
-    job = Job.new(tmp_path, "8-1-lose", "13-0-hold")
-    _lose_one_and_get_it_back(job, "abc")
-    check_trained_as(one, job, (3, range(1, 8)), (2, range(6, 14)), (3, range(14, STEPS + 1)))
+@pytest.mark.parametrize("names", ["ab", pytest.param("abc", marks=pytest.mark.deep)])
+def test_a_node_is_lost_and_comes_back(one: Job, tmp_path: Path, names: str):
+    job, all_ = Job.new(tmp_path, "8-1-lose", "13-0-hold"), len(names)
+    _lose_one_and_get_it_back(job, names)
+    check_trained_as(one, job, (all_, range(1, 8)), (all_ - 1, range(6, 14)), (all_, range(14, STEPS + 1)))
 
 
 @pytest.mark.deep

@@ -19,7 +19,9 @@ _COUNT = re.compile(r"\[\S+ real mistakes\]")
 NAMES = [mutant.name for mutant in mutants.MUTANTS]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.deep] * (i % 3 > 0)) for i, name in enumerate(NAMES)]
+)
 def test_a_mistake_is_caught_and_its_module_named(name: str):
     verdict = mutants.verdict(name)
     assert verdict.clean

@@ -45,6 +45,7 @@ def _of_trained(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, eps=1e-4)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("meshes", [["dp=4", "dp=2,tp=2", "tp=4"], ["pp=2,dp=2", "dp=4", "pp=2,tp=2"]])
 @pytest.mark.parametrize("make", [_of_trained, adam])
 def test_frozen_parameters_stay_frozen(meshes: list[str], make: Any):
@@ -284,11 +285,11 @@ def _square(output: Any) -> torch.Tensor:
     ("name", "mesh"),
     [
         ("ddp", "dp=2,tp=2"),
-        ("zero 2", "dp=2,tp=2"),
+        pytest.param("zero 2", "dp=2,tp=2", marks=pytest.mark.deep),
         ("zero 2 in groups", "replicate=4,zero=1"),
-        ("fsdp of nodes", "replicate=4,fsdp=1"),
+        pytest.param("fsdp of nodes", "replicate=4,fsdp=1", marks=pytest.mark.deep),
         ("gemini, half of it", "dp=2,tp=2"),
-        ("hybrid", "dp=1,tp=4"),
+        pytest.param("hybrid", "dp=1,tp=4", marks=pytest.mark.deep),
         ("hybrid, zero 3", "dp=4,tp=1"),
     ],
 )

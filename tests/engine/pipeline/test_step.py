@@ -627,6 +627,7 @@ def _masked(mesh: str, rows: int, given: dict[str, Any]) -> tuple[float, float, 
     return step.loss.item(), want.item(), [str(each.message) for each in caught]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("mesh", ["pp=2", "dp=1"])
 @pytest.mark.parametrize("rows", [4, 8])
 def test_arguments_that_are_replicated(ranks, mesh: str, rows: int):
