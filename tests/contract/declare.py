@@ -47,9 +47,17 @@ OWN_STATE = (
 )
 
 _DECLARED, _EVERYWHERE = "_declared", "_everywhere"
-# One habit of so many runs at every commit on kinds that cost much, and with which number in its module; the others are
-# deep, where they do the same as on one device.
-_ONE_OF = {"fsdp x tp": (3, 1), "compiled": (6, 0)}
+# Kinds on which one habit of so many runs at every commit, and with which number in its module; the others are deep,
+# where they do the same as on one device. Each habit runs on one of the first three, on zero(3), and on tp or pp.
+_ONE_OF = {
+    "replicate": (3, 0),
+    "zero(1)": (3, 1),
+    "zero(2)": (3, 2),
+    "tp": (2, 0),
+    "pp": (2, 1),
+    "fsdp x tp": (3, 1),
+    "compiled": (6, 0),
+}
 
 
 @dataclass(frozen=True)
@@ -87,15 +95,13 @@ class Habit:
         return self.declared.get(kind, Verdict("same"))
 
     def is_deep(self, kind: str) -> bool:
-        """Does only `make test-deep` run it on this kind? Of the kinds that do alike, two run at every commit."""
+        """Does only `make test-deep` run it on this kind?"""
         verdict = self.verdict(kind)
         if verdict == _NO_CALL:
-            return self.number % 4 != 0
-        if KINDS[kind].costly:
-            several, which = _ONE_OF[kind] if verdict.what == "same" else (1, 0)
-            return self.number % several != which
-        alike = [name for name in KINDS if not KINDS[name].costly and self.verdict(name) == verdict]
-        return (alike.index(kind) - self.number) % len(alike) not in (0, len(alike) // 2)
+            several, which = 4, 0
+        else:
+            several, which = _ONE_OF.get(kind, (1, 0)) if verdict.what == "same" else (1, 0)
+        return self.number % several != which
 
 
 def refused(kinds: str, message: str) -> Callable[[Any], Any]:
