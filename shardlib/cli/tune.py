@@ -7,7 +7,7 @@ from pathlib import Path
 
 from shardlib.cli import inputs
 from shardlib.cli.commands import parsed_transform
-from shardlib.cli.files import write_new
+from shardlib.cli.files import check_target, write_new
 from shardlib.cli.models import known_models, load_model
 from shardlib.planner import best_plans
 
@@ -16,6 +16,8 @@ __all__ = ["tune"]
 
 def tune(options: argparse.Namespace) -> int:
     """Search, print what was found, and write the script and the page that are asked for."""
+    check_target(options.script, force=options.force)
+    check_target(options.html, force=True)
     model = load_model(options.model)
     chosen = [parsed_transform(text) for text in options.transform] if options.transform else None
     found = best_plans(

@@ -102,6 +102,13 @@ def test_schedules_have_enough_blocks_and_microbatches():
     assert "microbatches do not divide over stages" in refused.counts
 
 
+@pytest.mark.parametrize(
+    ("own", "rows"), [(64, [1, 2, 4, 8, 16, 32, 64]), (48, [1, 2, 4, 8, 16, 48]), (65, [1, 5, 13])]
+)
+def test_microbatches_of_any_number_of_rows_are_tried(own, rows):
+    assert [each for each, _ in microbatches(2 * own, Grid(sl.MeshShape("dp=2")), Refusals())] == rows
+
+
 def test_divisors_of_a_square_come_once():
     assert divisors(36) == [1, 2, 3, 4, 6, 9, 12, 18, 36]
 
@@ -196,6 +203,18 @@ def test_rules_that_were_given_are_in_the_call():
         ({"batch": True}, "batch=True was given"),
         ({"top": -1}, "top=-1 was given"),
         ({"margin": 1.5}, "margin=1.5 was given"),
+        ({"margin": "0.1"}, "margin='0.1' was given"),
+        ({"memory": "0GB"}, "memory='0GB' and margin=0.1 leave nothing"),
+        ({"state_tensors": -1}, "state_tensors=-1 was given"),
+        ({"state_tensors": 1.5}, "state_tensors=1.5 was given"),
+        ({"seq": 16}, "seq=16 and example= were given"),
+        ({"transforms": 5}, "transforms=5 was given"),
+        ({"transforms": "bf16"}, "transforms='bf16' was given"),
+        ({"transforms": sl.zero(1) | sl.accumulate(2)}, r"accumulate\(2\), and a search chooses"),
+        ({"transforms": [sl.pipeline("1f1b", 4)]}, r"pipeline\(.*and a search chooses"),
+        ({"example": torch.empty(1, 513)}, r"Mlp stops in a dry run on dp=1 with the example 1x513:float32"),
+        ({"example": torch.ones(1, 512, dtype=torch.int64)}, "got operands of bfloat16 and int64"),
+        ({"axes": "dp=1,pp=1"}, r"(?s)another world; as dp=1: dp=2.*or axes=, so that they divide"),
         ({"memory": "80 apples"}, "give a quantity such as"),
         ({"example": None}, "Give example="),
         ({"cluster": "h1000"}, "Did you mean"),
@@ -208,6 +227,19 @@ def test_bad_input_says_what_to_give(given, message):
     rest = {key: value for key, value in (settings | given).items() if key != "cluster"}
     with pytest.raises(sl.errors.ShardlibError, match=message):
         sl.best_plans(Mlp(), cluster, **rest)
+
+
+@pytest.mark.parametrize("model", [7, Mlp])
+def test_what_is_no_model_is_named(model):
+    with pytest.raises(PlanError, match="A model was given as"):
+        sl.best_plans(model, "h100", world=2, batch=8, example=torch.empty(1, 512))
+
+
+def test_an_open_size_is_chosen():
+    found = sl.best_plans(
+        Mlp(), "h100", world=2, batch=8, example=torch.empty(1, 512), rules={"**": None}, axes="dp=-1"
+    )
+    assert {str(each.mesh) for each in found} == {"dp=2", "pp=2"}
 
 
 def test_an_error_that_no_mesh_mends_is_raised_as_it_is():
