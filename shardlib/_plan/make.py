@@ -98,13 +98,16 @@ def check_model(model: Any) -> None:
     """Check that a model is one.
 
     Raises:
-        PlanError: it is something else, such as a class.
+        PlanError: it is something else, such as a class, or has lazy parameters.
     """
     if isinstance(model, type) or not hasattr(model, "named_modules"):
         of_jax = " shardlib.jax.plan takes trees of arrays." if isinstance(model, Mapping | list) else ""
         raise PlanError(
             f"A model was given as {type(model).__name__}; give a torch.nn.Module, on any device or meta.{of_jax}"
         )
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "cls_to_become"):  # of nn.LazyLinear and the like
+            raise PlanError(f'Parameter "{name}" has no shape yet. Run the model once, then make the plan.')
 
 
 def transformed(made: Plan, transforms: Transform | Sequence[Transform]) -> Plan:

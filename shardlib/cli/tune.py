@@ -20,6 +20,7 @@ def tune(options: argparse.Namespace) -> int:
     check_target(options.html, force=True)
     model = load_model(options.model)
     chosen = [parsed_transform(text) for text in options.transform] if options.transform else None
+    example = inputs.read(options.example)
     found = best_plans(
         model,
         options.cluster,
@@ -27,7 +28,7 @@ def tune(options: argparse.Namespace) -> int:
         batch=options.batch,
         memory=options.memory,
         top=options.top,
-        example=inputs.read(options.example),
+        example=example,
         seq=options.seq,
         rules=options.layout,
         transforms=chosen,
@@ -37,7 +38,11 @@ def tune(options: argparse.Namespace) -> int:
     )
     if options.script:
         text = found[0].script(
-            options.model, options.batch, seq=options.seq or 0, sizes=known_models().get(options.model)
+            options.model,
+            options.batch,
+            seq=options.seq or 0,
+            sizes=known_models().get(options.model),
+            example=example,
         )
         write_new(Path(options.script), text, force=options.force)
     if options.html:

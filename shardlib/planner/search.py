@@ -153,7 +153,8 @@ class _Search:
     def run(self, *, offloaded: bool = False) -> None:
         """Price every candidate that fits."""
         rules, space = self.space.rules, self.space
-        unknown = [axis for axis in self.fixed if axis not in ("dp", *rules.axis_names, "pp", "cp")]
+        known = ("dp", *rules.axis_names, "pp", "cp")
+        unknown = [axis for axis, size in self.fixed.items() if size > 1 and axis not in known]
         if unknown:
             raise PlanError(
                 f'axes= asks for "{unknown[0]}", which neither the rules name nor a transform uses; give sizes of '

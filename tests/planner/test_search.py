@@ -13,6 +13,7 @@ import shardlib as sl
 from shardlib.errors import PlanError, TooLargeError
 from shardlib.planner import changes_that_fit
 from shardlib.planner.candidates import Grid, Refusals, divisors, grids, microbatches, schedules
+from shardlib.planner.choices import Choice
 from shardlib.planner.space import with_rows
 
 
@@ -193,6 +194,46 @@ def test_rules_that_were_given_are_in_the_call():
     assert "for_model" not in best.call
 
 
+def _choice(**given: Any) -> Choice:
+    settings = {"mesh": sl.MeshShape("dp=2"), "mode": None, "transforms": sl.zero(1), "stages": (), "rows": 2}
+    return Choice(**(settings | {"microbatches": 2, "time": None} | given))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("example", "names", "line"),
+    [
+        ((torch.empty(1, 3, 8), torch.zeros(())), "batch", "criterion(model(*batch), batch)"),
+        (torch.empty(1, 3, 8, dtype=torch.bfloat16), "batch", "criterion(model(*batch), batch)"),
+        ({"ids": torch.zeros(2, 4, dtype=torch.int64), "table": torch.empty(5, 3)}, "ids", "model(**batch)"),
+    ],
+)
+def test_a_script_draws_data_of_the_shapes_of_its_example(example, names, line):
+    text = _choice().script("package.models:build", 8, example=example)
+    assert line in text and names in text
+    drawn = text[text.index("def rows") : text.index("def criterion")]
+    made: dict[str, Any] = {"torch": torch, "generator": None}
+    exec(drawn, made)
+    rows = made["rows"](4)
+    wanted = with_rows((example,) if isinstance(example, torch.Tensor) else example, 4)
+    if isinstance(wanted, dict):
+        assert [*rows] == [*wanted]
+        rows, wanted = (*rows.values(),), (*wanted.values(),)
+    assert [(t.shape, t.dtype) for t in rows] == [(t.shape, t.dtype) for t in wanted]
+
+
+def test_a_script_of_a_pipeline_gets_a_loss():
+    text = _choice(stages=(2, 2)).script("package.models:build", 8, example=torch.empty(1, 3))
+    assert "sl.pipeline_step(model, rows(4), criterion).loss" in text
+
+
+def test_a_script_builds_the_class_that_a_config_names_and_finds_a_file_of_any_folder(tmp_path):
+    (tmp_path / "config.json").write_text('{"architectures": ["ViTForImageClassification"], "model_type": "vit"}')
+    text = _choice().script(str(tmp_path), 8, example={"pixel_values": torch.empty(1, 3, 8, 8)})
+    assert "model = ViTForImageClassification(config)" in text
+    text = _choice().script(f"{tmp_path}/nets.py:build", 8, example=torch.empty(1, 3))
+    assert f'sys.path.insert(0, "{tmp_path}")' in text and "from nets import build" in text
+
+
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
@@ -229,10 +270,19 @@ def test_bad_input_says_what_to_give(given, message):
         sl.best_plans(Mlp(), cluster, **rest)
 
 
-@pytest.mark.parametrize("model", [7, Mlp])
-def test_what_is_no_model_is_named(model):
-    with pytest.raises(PlanError, match="A model was given as"):
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [(7, "A model was given as"), (Mlp, "A model was given as"), (nn.LazyLinear(4), "no shape yet")],
+)
+def test_what_is_no_model_is_named(model, message):
+    with pytest.raises(PlanError, match=message):
         sl.best_plans(model, "h100", world=2, batch=8, example=torch.empty(1, 512))
+
+
+def test_one_rank_on_an_axis_asks_nothing_of_the_rules():
+    asked = {"world": 2, "batch": 8, "example": torch.empty(1, 512), "rules": {"**": None}}
+    found = sl.best_plans(Mlp(), "h100", axes="tp=1,ep=1,pp=1", **asked)
+    assert [str(each.mesh) for each in found] == ["dp=2"]
 
 
 def test_an_open_size_is_chosen():
