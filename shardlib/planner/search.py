@@ -415,12 +415,24 @@ def _example(model: nn.Module, example: Any, seq: int | None) -> Any:
         if seq is None:
             raise PlanError("Time depends on the length of examples: give seq=, the tokens of one, such as seq=8192.")
         _check_numbers(seq=seq)
+        _check_positions(model, seq)
         ids = torch.empty(1, seq, dtype=torch.int64, device="meta")
         return {"input_ids": ids, "labels": ids}
     raise PlanError(
         f"{type(model).__name__} does not say what it takes, and time depends on it. Give example=, the inputs of one "
         'example: a tensor, a tuple, or a mapping by name, as in example={"x": torch.empty(1, 3, 224, 224)}.'
     )
+
+
+def _check_positions(model: Any, seq: int) -> None:
+    """Check that a table of learned positions has so many: fake tensors have no values that would not be in it."""
+    longest, words = getattr(model.config, "max_position_embeddings", None), model.get_input_embeddings()
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding) and module is not words]
+    if longest and seq > longest and any(0 <= table.num_embeddings - longest <= 2 for table in tables):
+        raise PlanError(
+            f"seq={seq} was given, and {type(model).__name__} has a table of {longest} positions: give a seq up to it, "
+            "or a model with a larger max_position_embeddings."
+        )
 
 
 def _check_numbers(**numbers: Any) -> None:

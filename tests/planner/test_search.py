@@ -305,6 +305,16 @@ def test_a_language_model_needs_the_length_of_examples(llama):
         sl.best_plans(llama, "h100", world=2, batch=8)
 
 
+def test_a_table_of_positions_bounds_the_length_of_examples():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    with torch.device("meta"):
+        model = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, n_positions=64, use_cache=False))
+    with pytest.raises(PlanError, match="seq=65 was given, and GPT2LMHeadModel has a table of 64 positions"):
+        sl.best_plans(model, "h100", world=1, batch=1, seq=65)
+    assert sl.best_plans(model, "h100", world=1, batch=1, seq=64)
+
+
 def test_a_world_that_the_batch_does_not_fit_says_so():
     with pytest.raises(PlanError, match=r"(?s)No plan is possible for 7 ranks.*batch does not divide"):
         sl.best_plans(Mlp(1), "h100", world=7, batch=8, example=torch.empty(1, 512), rules={"**": None})
@@ -360,3 +370,14 @@ def test_an_error_that_is_caught_has_the_advice_too():
     with pytest.raises(RuntimeError) as other, sl.memory_advice(model, plan, "h100", example=batch):
         raise RuntimeError("something else")
     assert not getattr(other.value, "__notes__", [])
+
+
+def test_an_error_without_advice_stays_what_it_is_and_says_why():
+    model = Mlp(2, 64)
+    plan = sl.plan(model, "dp=2", {"**": None})
+    wrong = torch.empty(4, 65, device="meta")
+    with pytest.raises(torch.OutOfMemoryError) as caught, sl.memory_advice(model, plan, "h100", example=wrong):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+    assert "There is no advice on memory: Mlp stops in a dry run" in caught.value.__notes__[0]
+    with pytest.raises(PlanError, match="No cluster is called"), sl.memory_advice(model, plan, "h1", example=None):
+        raise AssertionError("the body must not run")
