@@ -75,15 +75,17 @@ def best_plans(
             labels of `seq` tokens.
         seq: tokens of an example, where `example` is not given.
         rules: as `sl.plan` takes them; modes that they have are tried.
-        transforms: what every plan has; by default `precision("bf16")` where the cluster computes faster in it.
+        transforms: what every plan has, without `accumulate` and `pipeline`; by default `precision("bf16")` where the
+            cluster computes faster in it.
         axes: sizes that are wanted, such as "tp=8,pp=16"; the others, and a size of -1, are chosen.
         margin: the part of the memory that is left free, for fragmentation and what other libraries take.
         state_tensors: tensors of optimizer state for each parameter: 2 for Adam, 1 for SGD with momentum.
         compiled: whether ops without products that follow each other run as one kernel, as `torch.compile` makes them.
 
     Raises:
-        PlanError: no example, numbers that are not positive, a world or a batch that cannot be divided as asked, or no
-            plan fits: the message has the one that is closest and what it lacks.
+        PlanError: no example, or one that forward does not take; numbers that are not positive; transforms that a
+            search chooses, as `accumulate`; a world or a batch that cannot be divided as asked; or no plan fits: the
+            message has the one that is closest and what it lacks.
 
     >>> class Mlp(nn.Module):
     ...     def __init__(self):
