@@ -107,8 +107,8 @@ def best_plans(
     base = _base(machines, model) if transforms is None else _own(transforms)
     own = layouts.for_model(model) if rules is None else as_rules(rules)
     space = Space(model, own, machines, given, base, state_tensors, compiled=compiled)
-    wanted = MeshShape.of(axes).items() if axes is not None else ()
-    fixed = {axis: size for axis, size in wanted if size != -1}  # an open size is chosen, as that of any other axis
+    wanted = dict(MeshShape.of(axes).items()) if axes is not None else {}
+    fixed = {axis: size for axis, size in wanted.items() if size != -1}  # an open size is chosen like any other
     search = _Search(space, world, batch, budget, fixed, _expression(rules))
     search.run()
     if not search.fitting:
