@@ -7,7 +7,16 @@ from shardlib._plan.buckets import Bucket, Unit, gradient_buckets, units_of, uns
 from shardlib._plan.cluster import Cluster
 from shardlib._plan.experts import expert_axis, expert_rows, stacked_experts
 from shardlib._plan.links import KINDS, ByKind, Link, Rate, ring_steps
-from shardlib._plan.make import RulesLike, Transform, as_rules, make_plan, say_absent_axes, transformed
+from shardlib._plan.make import (
+    RulesLike,
+    Transform,
+    as_rules,
+    check_model,
+    listed_transforms,
+    make_plan,
+    say_absent_axes,
+    transformed,
+)
 from shardlib._plan.memory import Blocks, Memory, blocks_per_stage
 from shardlib._plan.movements import (
     Movement,
@@ -64,10 +73,12 @@ __all__ = [
     "Work",
     "as_rules",
     "blocks_per_stage",
+    "check_model",
     "expert_axis",
     "expert_rows",
     "gradient_buckets",
     "join_small",
+    "listed_transforms",
     "make_plan",
     "movements_of",
     "parts_of",

@@ -21,7 +21,16 @@ from shardlib.rules.stages import Weigh, read_stages, resolve_stages
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["RulesLike", "Transform", "as_rules", "make_plan", "say_absent_axes", "transformed"]
+__all__ = [
+    "RulesLike",
+    "Transform",
+    "as_rules",
+    "check_model",
+    "listed_transforms",
+    "make_plan",
+    "say_absent_axes",
+    "transformed",
+]
 
 RulesLike = Rules | Mapping[str, Any] | str | Path
 Transform = Callable[[Plan], Plan]
@@ -57,11 +66,7 @@ def make_plan(
     >>> p["weight"].local_shape(p.mesh), p.memory().parameters
     ((4, 4), 80)
     """
-    if isinstance(model, type) or not hasattr(model, "named_modules"):
-        of_jax = " shardlib.jax.plan takes trees of arrays." if isinstance(model, Mapping | list) else ""
-        raise PlanError(
-            f"A model was given as {type(model).__name__}; give a torch.nn.Module, on any device or meta.{of_jax}"
-        )
+    check_model(model)
     shape = _known_sizes(MeshShape.of(mesh))
     rule_set = layouts.for_model(model) if rules is None else as_rules(rules)
     resolution = rule_set.resolve(model, shape)
@@ -89,11 +94,38 @@ def make_plan(
     return transformed(made.replace(notes=(*made.notes, *idle)), transforms)
 
 
+def check_model(model: Any) -> None:
+    """Check that a model is one.
+
+    Raises:
+        PlanError: it is something else, such as a class, or has lazy parameters.
+    """
+    if isinstance(model, type) or not hasattr(model, "named_modules"):
+        of_jax = " shardlib.jax.plan takes trees of arrays." if isinstance(model, Mapping | list) else ""
+        raise PlanError(
+            f"A model was given as {type(model).__name__}; give a torch.nn.Module, on any device or meta.{of_jax}"
+        )
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "cls_to_become"):  # of nn.LazyLinear and the like
+            raise PlanError(f'Parameter "{name}" has no shape yet. Run the model once, then make the plan.')
+
+
 def transformed(made: Plan, transforms: Transform | Sequence[Transform]) -> Plan:
     """Apply a transform, or several in order.
 
     Raises:
         PlanError: these are no functions, or one does not return a plan.
+    """
+    for transform in listed_transforms(transforms):
+        made = made | transform
+    return made
+
+
+def listed_transforms(transforms: Transform | Sequence[Transform]) -> list[Transform]:
+    """Return a transform, or several, as a list.
+
+    Raises:
+        PlanError: these are no functions.
     """
     each = (transforms,) if callable(transforms) else transforms
     if isinstance(each, str) or not isinstance(each, Iterable):
@@ -101,9 +133,7 @@ def transformed(made: Plan, transforms: Transform | Sequence[Transform]) -> Plan
             f"transforms={transforms!r} was given; give functions plan -> plan, such as shardlib.zero(2). "
             "shardlib.transforms.parse reads a text."
         )
-    for transform in each:
-        made = made | transform
-    return made
+    return [*each]
 
 
 def as_rules(rules: RulesLike) -> Rules:

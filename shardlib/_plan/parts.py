@@ -30,6 +30,7 @@ from shardlib._plan.rows import Row
 from shardlib._plan.schedules import default_schedule, rank_of_stage
 from shardlib._plan.table import PlanTable
 from shardlib._plan.work import Work
+from shardlib.errors import PlanError
 
 __all__ = [
     "Buffer",
@@ -242,7 +243,12 @@ def parts_of(plan: PlanTable, work: Work, examples: Sequence[int], *, state_tens
         work: a record of it.
         examples: the index of the block in the plan's rows that stands for each kind.
         state_tensors: tensors of optimizer state for each parameter.
+
+    Raises:
+        PlanError: that is not a number, or below 0.
     """
+    if isinstance(state_tensors, bool) or not isinstance(state_tensors, int) or state_tensors < 0:
+        raise PlanError(f"state_tensors={state_tensors!r} was given; give a number of 0 or more, such as 2 for Adam.")
     partial = dict(work.partial)
     rows = [row.replace(partial=partial.get(row.name, row.partial)) if row.grad else row for row in plan.rows]
     before, after, blocks = _divided(rows, plan.blocks)

@@ -179,8 +179,8 @@ class Plan(PlanTable):
                 them. Memory is that of eager ops.
 
         Raises:
-            PlanError: no example; the plan was read from JSON, or copied; the model is sharded, or cannot run without
-                values; the cluster has no rate for a dtype, or no link for an axis.
+            PlanError: no example, or one that forward does not take; the plan was read from JSON, or copied; the model
+                is sharded, or cannot run without values; the cluster has no rate for a dtype, or no link for an axis.
 
         >>> import shardlib as sl
         >>> import torch

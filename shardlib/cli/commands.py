@@ -18,7 +18,7 @@ from shardlib._mesh_shape import MeshShape
 from shardlib._plan import Plan
 from shardlib._plan.text import plain
 from shardlib.cli import environment, inputs
-from shardlib.cli.files import loaded_layout, saved_plan, write_new
+from shardlib.cli.files import check_target, loaded_layout, saved_plan, write_new
 from shardlib.cli.models import load_model
 from shardlib.cli.usage import UsageError
 from shardlib.engine import dryrun
@@ -33,6 +33,7 @@ __all__ = ["doctor", "explain", "init", "parsed_transform", "plan", "prove"]
 def plan(options: argparse.Namespace) -> int:
     """Print a plan, or what changes from an earlier one; with a cluster also the time of a step, or that it does not
     fit."""
+    check_target(options.html, force=True)
     model = load_model(options.model)
     chosen = [parsed_transform(text) for text in options.transform or ()]
     example = inputs.read(options.example)

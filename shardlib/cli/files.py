@@ -11,7 +11,7 @@ from shardlib.cli.usage import UsageError
 from shardlib.errors import nearest
 from shardlib.rules import Rules
 
-__all__ = ["loaded_layout", "read_text", "saved_plan", "write_new"]
+__all__ = ["check_target", "loaded_layout", "read_text", "saved_plan", "write_new"]
 
 
 def loaded_layout(options: argparse.Namespace) -> Rules:
@@ -40,12 +40,26 @@ def read_text(path: str, what: str) -> str:
         raise UsageError(f'The {what} "{path}" cannot be read: {error.strerror}.') from error
 
 
+def check_target(path: str | None, *, force: bool) -> None:
+    """Check that a file can be written, before there is anything to write; None is no file."""
+    if path is None:
+        return
+    if Path(path).exists() and not force:
+        raise _exists(path)
+    if Path(path).is_dir() or not Path(path).parent.is_dir():
+        raise UsageError(f'"{path}" cannot be written: name a file in a folder that exists.')
+
+
+def _exists(path: str | Path) -> UsageError:
+    return UsageError(f'"{path}" is there already. Name another file, or give --force to replace it.')
+
+
 def write_new(path: Path, text: str, *, force: bool) -> None:
     """Write a file; one that is there already is replaced only with `force`."""
     try:
         with path.open("w" if force else "x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError as error:
-        raise UsageError(f'"{path}" is there already. Name another file, or give --force to replace it.') from error
+        raise _exists(path) from error
     except OSError as error:
         raise UsageError(f'"{path}" cannot be written: {error.strerror}.') from error

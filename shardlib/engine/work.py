@@ -27,7 +27,7 @@ from shardlib.engine.feature.recompute import modules_to_recompute
 from shardlib.engine.feature.recording import Call, Recording, record_collectives
 from shardlib.engine.pipeline.batch import microbatch_sizes, split
 from shardlib.engine.pipeline.batch import rows as rows_of
-from shardlib.errors import PlanError
+from shardlib.errors import PlanError, ShardlibError
 
 __all__ = ["Cut", "ModelSource", "cut_of", "record_work", "tokens_of"]
 
@@ -35,6 +35,7 @@ _MOST_KEPT = 8
 _WAITS = ("_c10d_functional", "c10d", "_dtensor")
 # They are no part of a fused kernel.
 _ALONE = ("aten.cat", "aten.embedding", "aten.index_put", "aten.scatter", "aten.sort", "aten.topk", "aten.cumsum")
+_PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten.convolution")
 # They read some rows of their first operand.
 _LOOKUPS = ("aten.embedding", "aten.index_select", "aten.gather", "aten.index")
 
@@ -164,10 +165,34 @@ def record_work(
             then runs in place of two.
 
     Raises:
-        PlanError: the model is sharded, its forward does not take the example or depends on values of tensors.
+        PlanError: the model is sharded, or its forward does not take the example, depends on values of tensors or
+            raises an error.
     """
     refuse_sharded(model)
     given = arguments_of(model, example)
+    with _explained(model, plan.mesh, given):
+        return _record(model, plan, given, cut, partial)
+
+
+@contextmanager
+def _explained(model: nn.Module, mesh: MeshShape, given: Any) -> Iterator[None]:
+    """Raise an error that names the inputs in the place of one that the model, or an op on a mesh, raises."""
+    try:
+        yield
+    except ShardlibError:
+        raise
+    except Exception as error:
+        tensors = (t for t in pytree.tree_leaves(given) if isinstance(t, torch.Tensor))
+        shown = ", ".join(f"{'x'.join(map(str, t.shape))}:{str(t.dtype).removeprefix('torch.')}" for t in tensors)
+        raise PlanError(
+            f"{type(model).__name__} stops in a dry run on {mesh} with the example {shown}: {type(error).__name__}: "
+            f"{error}. Give example= the shapes and dtypes that its forward takes, with a dim 0 of rows."
+        ) from error
+
+
+def _record(
+    model: nn.Module, plan: Plan, given: Any, cut: Cut | None, partial: Mapping[str, tuple[str, ...]] | None
+) -> Work:
     cut = cut_of(model, plan) if cut is None else cut
     restricted = _restricted(model, plan, cut)
     unpacked = nullcontext() if "position_ids" in given[1] else _rows_of_one_sequence()
@@ -370,6 +395,7 @@ class _Meter:
             self._end_fusion()
         elif results and not call.ranks and not str(call.op).startswith(_WAITS) and (new or not _is_view(call.op)):
             name = str(call.op).rpartition(".")[0]
+            _check_product(name, operands)
             dtype = str(results[0].dtype).removeprefix("torch.")
             kernel = Kernel(name, call.flops, _bytes(name, operands, results), dtype)
             if kernel.flops or kernel.bytes:
@@ -419,6 +445,12 @@ class _Meter:
     def _leave(self, live: int) -> None:
         if self._at is not None:
             self._found[self._at].left = live - self._began
+
+
+def _check_product(name: str, operands: Sequence[torch.Tensor]) -> None:
+    """Check what fake tensors do not: that the operands of a product have one dtype."""
+    if name.startswith(_PRODUCTS) and len(dtypes := {str(t.dtype).removeprefix("torch.") for t in operands}) > 1:
+        raise TypeError(f"{name} got operands of {' and '.join(sorted(dtypes))}")
 
 
 def _is_view(op: Any) -> bool:

@@ -100,20 +100,27 @@ def memory_advice(
         example: as for `Plan.time`.
         margin: the part of the memory that is left free.
 
+    Raises:
+        PlanError: the cluster cannot be read, or the margin is no part; before anything runs inside.
+
     >>> import shardlib as sl
     >>> single = nn.Linear(64, 64)
     >>> with memory_advice(single, sl.plan(single, "dp=2", {"**": None}), "h100", example=torch.empty(8, 64)):
     ...     pass
     """
+    machines = Cluster.of(cluster)
+    budget = budget_of(machines, None, margin)
     try:
         yield
     except (torch.OutOfMemoryError, RuntimeError) as error:
         if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
-            machines = Cluster.of(cluster)
-            budget = budget_of(machines, None, margin)
-            time = plan.time(machines, example=example)
-            less = min(budget, time.memory.total - 1)  # it did not fit, whatever was predicted
-            error.add_note(_said(time, less, changes_that_fit(model, plan, machines, example=example, budget=less)))
+            try:
+                time = plan.time(machines, example=example)
+                less = min(budget, time.memory.total - 1)  # it did not fit, whatever was predicted
+                note = _said(time, less, changes_that_fit(model, plan, machines, example=example, budget=less))
+            except ShardlibError as reason:
+                note = f"There is no advice on memory: {reason}"
+            error.add_note(note)
         raise
 
 

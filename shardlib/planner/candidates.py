@@ -138,10 +138,10 @@ def grids(
             refused.add("experts do not divide", f"{experts} experts over ep={ep}")
             continue
         data = world // (tp * cp * pp * ep)
-        if "dp" in fixed and data != fixed["dp"]:
+        mesh = _mesh(pp, data, {"ep": ep, "cp": cp, "tp": tp})
+        if data != fixed.get("dp", data):
+            refused.add("the axes that are asked for make another world", f"dp={fixed['dp']}: {mesh}")
             continue
-        inner = {"ep": ep, "cp": cp, "tp": tp}
-        mesh = _mesh(pp, data, inner)
         yield from (Grid(mesh, mode) for mode in _modes(tp, cp, modes))
 
 
@@ -183,13 +183,23 @@ def shardings(grid: Grid, node: int) -> Iterator[tuple[MeshShape, Sharding]]:
 
 
 def microbatches(batch: int, grid: Grid, refused: Refusals) -> list[tuple[int, int]]:
-    """Return pairs: the rows of a microbatch, a power of two or all, and the microbatches of a data rank."""
+    """Return pairs of the rows of a microbatch and the number of microbatches of a data rank.
+
+    Each has at least twice the rows of the one before it.
+
+    >>> microbatches(130, Grid(MeshShape("dp=2")), Refusals()), microbatches(6, Grid(MeshShape("dp=1")), Refusals())
+    ([(1, 65), (5, 13), (13, 5), (65, 1)], [(1, 6), (2, 3), (6, 1)])
+    """
     ranks = grid.mesh.data_ranks
     if batch % ranks:
         refused.add("the batch does not divide over data ranks", f"{batch} rows over {ranks}: {grid}")
         return []
     own = batch // ranks
-    return [(rows, own // rows) for rows in divisors(own) if rows.bit_count() == 1 or rows == own]
+    tried: list[int] = []
+    for rows in divisors(own):
+        if not tried or rows >= 2 * tried[-1]:
+            tried.append(rows)
+    return [(rows, own // rows) for rows in tried]
 
 
 def schedules(grid: Grid, blocks: int, count: int, refused: Refusals) -> list[Schedule]:

@@ -55,7 +55,9 @@ class Choice:
         """The Python lines that shard `model` in this way."""
         return "\n".join(script.call_lines(self))
 
-    def script(self, model: str, batch: int, *, seq: int = 0, sizes: Mapping[str, Any] | None = None) -> str:
+    def script(
+        self, model: str, batch: int, *, seq: int = 0, sizes: Mapping[str, Any] | None = None, example: Any = None
+    ) -> str:
         """Return a training script.
 
         Args:
@@ -64,8 +66,9 @@ class Choice:
             batch: examples in a step, of all ranks.
             seq: tokens of an example, of a language model.
             sizes: the class of transformers and its configuration, in the place of `model`.
+            example: in the place of `seq`: a tensor, a tuple or a mapping of tensors, whose shapes random data get.
         """
-        return script.written(self, model, batch, seq, sizes)
+        return script.written(self, model, batch, seq, sizes, example)
 
     def as_dict(self) -> dict[str, Any]:
         """Return what JSON has of it."""

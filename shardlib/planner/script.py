@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import torch
+
+from shardlib.engine.pipeline.batch import rows as rows_of
 
 __all__ = ["call_lines", "written"]
 
@@ -45,7 +50,9 @@ def _counts(stages: tuple[int, ...]) -> str:
     )
 
 
-def written(choice: Any, model: str, batch: int, seq: int, sizes: Mapping[str, Any] | None = None) -> str:
+def written(
+    choice: Any, model: str, batch: int, seq: int, sizes: Mapping[str, Any] | None = None, example: Any = None
+) -> str:
     """Return a training script on random data."""
     imports, built = _model_lines(model, sizes)
     world, own = choice.mesh.world_size, batch // choice.mesh.data_ranks
@@ -76,11 +83,12 @@ def written(choice: Any, model: str, batch: int, seq: int, sizes: Mapping[str, A
             "generator = torch.Generator().manual_seed(1 + index)",
             "",
             "",
-            *_rows(seq),
+            *_rows(seq, example),
             "",
             "",
+            *([] if seq else [*_CRITERION, "", ""]),
             "for step in range(10):",
-            *_loop(choice, own, seq),
+            *_loop(choice, own, seq, named=isinstance(example, Mapping)),
             "    optimizer.step()",
             "    optimizer.zero_grad()",
             "    if rank == 0:",
@@ -90,44 +98,83 @@ def written(choice: Any, model: str, batch: int, seq: int, sizes: Mapping[str, A
     )
 
 
-def _rows(seq: int) -> list[str]:
-    if not seq:
+_CRITERION = [
+    "def criterion(output, batch):  # put your own loss in its place",
+    '    if getattr(output, "loss", None) is not None:',
+    "        return output.loss",
+    '    return getattr(output, "logits", output).float().square().mean()',
+]
+
+
+def _rows(seq: int, example: Any) -> list[str]:
+    if seq:
+        return [
+            "def rows(count):",
+            f"    ids = torch.randint(model.config.vocab_size, (count, {seq}), generator=generator)",
+            '    return {"input_ids": ids, "labels": ids}',
+        ]
+    given = (example,) if isinstance(example, torch.Tensor) else example
+    values = [*given.values()] if isinstance(given, Mapping) else [*given] if isinstance(given, tuple) else []
+    if not values or not all(isinstance(value, torch.Tensor) for value in values):
         return [
             "def rows(count):",
             '    raise NotImplementedError("return the arguments of the model for so many rows")',
         ]
-    return [
-        "def rows(count):",
-        f"    ids = torch.randint(model.config.vocab_size, (count, {seq}), generator=generator)",
-        '    return {"input_ids": ids, "labels": ids}',
-    ]
+    drawn = [_drawn(value, rows_of(example)) for value in values]
+    if isinstance(given, Mapping):
+        shown = "{" + ", ".join(f'"{name}": {text}' for name, text in zip(given, drawn, strict=True)) + "}"
+    else:
+        shown = f"({', '.join(drawn)},)"
+    return ["def rows(count):", f"    return {shown}"]
 
 
-def _loop(choice: Any, own: int, seq: int) -> list[str]:
+def _drawn(tensor: torch.Tensor, rows: int) -> str:
+    """Write how random values like an example are made."""
+    first = ["count"] if tensor.ndim and len(tensor) == rows else []
+    shape = f"({', '.join([*first, *map(str, tensor.shape[len(first) :])])},)" if tensor.ndim else "()"
+    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+        return f"torch.randn({shape}, dtype={tensor.dtype}, generator=generator)"
+    return f"torch.randint(2, {shape}, generator=generator).to({tensor.dtype})"
+
+
+def _loop(choice: Any, own: int, seq: int, *, named: bool) -> list[str]:
     if choice.stages:
-        return [f"    loss = sl.pipeline_step(model, rows({own})).loss"]
-    call = f"model(**rows({choice.rows})).loss" if seq else f"model(*rows({choice.rows}))"
+        return [f"    loss = sl.pipeline_step(model, rows({own}){'' if seq else ', criterion'}).loss"]
+    if seq:
+        lines = [f"loss = model(**rows({choice.rows})).loss", "loss.backward()"]
+    else:
+        call = f"model({'**' if named else '*'}batch)"
+        lines = [f"batch = rows({choice.rows})", f"loss = criterion({call}, batch)", "loss.backward()"]
     if choice.microbatches == 1:
-        return [f"    loss = {call}", "    loss.backward()"]
-    return [f"    for _ in range({choice.microbatches}):", f"        loss = {call}", "        loss.backward()"]
+        return [f"    {line}" for line in lines]
+    return [f"    for _ in range({choice.microbatches}):", *(f"        {line}" for line in lines)]
 
 
 def _model_lines(model: str, sizes: Mapping[str, Any] | None) -> tuple[list[str], list[str]]:
     """Return the imports of a model that the command line names, and the lines that build it."""
     if model.endswith(".json") or Path(model).is_dir():
         folder = str(Path(model).parent) if Path(model).name == "config.json" else model
-        return (
-            ["from transformers import AutoConfig, AutoModelForCausalLM"],
-            [
-                f'config = AutoConfig.from_pretrained("{folder}", use_cache=False)',
-                "model = AutoModelForCausalLM.from_config(config)",
-            ],
-        )
+        config = f'config = AutoConfig.from_pretrained("{folder}", use_cache=False)'
+        name = _architecture(Path(model))
+        if name.startswith("Auto"):
+            return [f"from transformers import AutoConfig, {name}"], [config, f"model = {name}.from_config(config)"]
+        return [f"from transformers import AutoConfig, {name}"], [config, f"model = {name}(config)"]
     if sizes is not None:
         config = sizes["class"].removesuffix("ForCausalLM").removesuffix("LMHeadModel") + "Config"
         given = [f"{key}={value!r}," for key, value in sizes.items() if key != "class"]
         lines = [f"config = {config}(", *(f"    {one}" for one in given), "    use_cache=False,", ")"]
         return [f"from transformers import {config}, {sizes['class']}"], [*lines, f"model = {sizes['class']}(config)"]
     module, _, name = model.rpartition(":") if ":" in model else model.rpartition(".")
-    module = module.removesuffix(".py").replace("/", ".")
+    if module.endswith(".py"):
+        file = Path(module).resolve()
+        found = ["import sys", "", f'sys.path.insert(0, "{file.parent}")  # the folder of {file.name}']
+        return [*found, f"from {file.stem} import {name}"], [f"model = {name}()"]
     return [f"from {module} import {name}"], [f"model = {name}()"]
+
+
+def _architecture(path: Path) -> str:
+    """Return the class of transformers that a folder or config.json names."""
+    file = path / "config.json" if path.is_dir() else path
+    named = json.loads(file.read_text(encoding="utf-8")).get("architectures") if file.is_file() else None
+    first = next(iter(named or ()), "AutoModel" if file.is_file() else "AutoModelForCausalLM")
+    return "AutoModelForCausalLM" if first.endswith(("ForCausalLM", "LMHeadModel")) else str(first)

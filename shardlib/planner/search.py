@@ -13,7 +13,19 @@ from torch import nn
 
 from shardlib import layouts
 from shardlib._mesh_shape import MeshLike, MeshShape
-from shardlib._plan import Cluster, Parts, Peak, Plan, RulesLike, StepTime, as_rules, peak_of, price
+from shardlib._plan import (
+    Cluster,
+    Parts,
+    Peak,
+    Plan,
+    RulesLike,
+    StepTime,
+    as_rules,
+    check_model,
+    listed_transforms,
+    peak_of,
+    price,
+)
 from shardlib._plan.readable import human_bytes
 from shardlib.errors import LayoutError, PlanError, RuleError, ShardlibError, short_traceback
 from shardlib.planner.candidates import Grid, Refusals, Schedule, Sharding, grids, microbatches, schedules, shardings
@@ -63,15 +75,17 @@ def best_plans(
             labels of `seq` tokens.
         seq: tokens of an example, where `example` is not given.
         rules: as `sl.plan` takes them; modes that they have are tried.
-        transforms: what every plan has; by default `precision("bf16")` where the cluster computes faster in it.
-        axes: sizes that are wanted, such as "tp=8,pp=16"; the others are chosen.
+        transforms: what every plan has, without `accumulate` and `pipeline`; by default `precision("bf16")` where the
+            cluster computes faster in it.
+        axes: sizes that are wanted, such as "tp=8,pp=16"; the others, and a size of -1, are chosen.
         margin: the part of the memory that is left free, for fragmentation and what other libraries take.
         state_tensors: tensors of optimizer state for each parameter: 2 for Adam, 1 for SGD with momentum.
         compiled: whether ops without products that follow each other run as one kernel, as `torch.compile` makes them.
 
     Raises:
-        PlanError: no example, numbers that are not positive, a world or a batch that cannot be divided as asked, or no
-            plan fits: the message has the one that is closest and what it lacks.
+        PlanError: no example, or one that forward does not take; numbers that are not positive; transforms that a
+            search chooses, as `accumulate`; a world or a batch that cannot be divided as asked; or no plan fits: the
+            message has the one that is closest and what it lacks.
 
     >>> class Mlp(nn.Module):
     ...     def __init__(self):
@@ -85,14 +99,16 @@ def best_plans(
     >>> str(found[0].mesh), found[0].time.seconds <= found[-1].time.seconds
     ('dp=8', True)
     """
+    check_model(model)
     machines = Cluster.of(cluster)
     _check_numbers(world=world, batch=batch, top=top)
     budget = budget_of(machines, memory, margin)
     given = _example(model, example, seq)
-    base = _base(machines, model) if transforms is None else _listed(transforms)
+    base = _base(machines, model) if transforms is None else _own(transforms)
     own = layouts.for_model(model) if rules is None else as_rules(rules)
     space = Space(model, own, machines, given, base, state_tensors, compiled=compiled)
-    fixed = dict(MeshShape.of(axes).items()) if axes is not None else {}
+    wanted = dict(MeshShape.of(axes).items()) if axes is not None else {}
+    fixed = {axis: size for axis, size in wanted.items() if size != -1}  # an open size is chosen like any other
     search = _Search(space, world, batch, budget, fixed, _expression(rules))
     search.run()
     if not search.fitting:
@@ -139,7 +155,8 @@ class _Search:
     def run(self, *, offloaded: bool = False) -> None:
         """Price every candidate that fits."""
         rules, space = self.space.rules, self.space
-        unknown = [axis for axis in self.fixed if axis not in ("dp", *rules.axis_names, "pp", "cp")]
+        known = ("dp", *rules.axis_names, "pp", "cp")
+        unknown = [axis for axis, size in self.fixed.items() if size > 1 and axis not in known]
         if unknown:
             raise PlanError(
                 f'axes= asks for "{unknown[0]}", which neither the rules name nor a transform uses; give sizes of '
@@ -301,9 +318,10 @@ class _Search:
             return self.failed[0]
         lines = "".join(f"\n  {line}" for line in self.refused.lines())
         if not self.too_large:
+            asked = ", or axes=," if self.fixed else ""
             return PlanError(
                 f"No plan is possible for {self.world} ranks and {self.batch} examples a step.{lines}\n"
-                "Change the number of ranks or of examples, so that they divide."
+                f"Change the number of ranks or of examples{asked} so that they divide."
             )
         one, peak = min(self.too_large.items(), key=lambda item: item[1].total)
         lacks = peak.total - self.budget
@@ -368,8 +386,17 @@ def _expression(rules: RulesLike | None) -> str:
     return f'sl.layouts.load("{rules}")' if isinstance(rules, str | Path) else "sl.Rules.of(rules)"
 
 
-def _listed(transforms: Transform | Sequence[Transform]) -> list[Transform]:
-    return [transforms] if callable(transforms) else list(transforms)
+def _own(transforms: Transform | Sequence[Transform]) -> list[Transform]:
+    """Return the transforms that the caller gives, without those that a search chooses."""
+    given = listed_transforms(transforms)
+    chosen = [repr(part) for one in given for part in getattr(one, "parts", (one,))]
+    for text in chosen:
+        if text.startswith(("accumulate(", "pipeline(")):
+            raise PlanError(
+                f"transforms= has {text}, and a search chooses passes and schedules itself. Leave it out; "
+                "plan.time prices one plan."
+            )
+    return given
 
 
 def _base(cluster: Cluster, model: nn.Module) -> list[Transform]:
@@ -382,18 +409,32 @@ def _base(cluster: Cluster, model: nn.Module) -> list[Transform]:
 
 def _example(model: nn.Module, example: Any, seq: int | None) -> Any:
     if example is not None:
+        if seq is not None:
+            raise PlanError(f"seq={seq!r} and example= were given; an example has its length: give one of them.")
         return example
     config = getattr(model, "config", None)
     if getattr(model, "main_input_name", None) == "input_ids" and hasattr(config, "vocab_size"):
         if seq is None:
             raise PlanError("Time depends on the length of examples: give seq=, the tokens of one, such as seq=8192.")
         _check_numbers(seq=seq)
+        _check_positions(model, seq)
         ids = torch.empty(1, seq, dtype=torch.int64, device="meta")
         return {"input_ids": ids, "labels": ids}
     raise PlanError(
         f"{type(model).__name__} does not say what it takes, and time depends on it. Give example=, the inputs of one "
         'example: a tensor, a tuple, or a mapping by name, as in example={"x": torch.empty(1, 3, 224, 224)}.'
     )
+
+
+def _check_positions(model: Any, seq: int) -> None:
+    """Check that a table of learned positions has so many: fake tensors have no values that would not be in it."""
+    longest, words = getattr(model.config, "max_position_embeddings", None), model.get_input_embeddings()
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding) and module is not words]
+    if longest and seq > longest and any(0 <= table.num_embeddings - longest <= 2 for table in tables):
+        raise PlanError(
+            f"seq={seq} was given, and {type(model).__name__} has a table of {longest} positions: give a seq up to it, "
+            "or a model with a larger max_position_embeddings."
+        )
 
 
 def _check_numbers(**numbers: Any) -> None:

@@ -159,9 +159,13 @@ def budget_of(cluster: Cluster, memory: str | float | None, margin: float) -> in
     >>> budget_of(Cluster.preset("h100"), "50GB", 0.1)
     45000000000
     """
-    if not 0 <= margin < 1:
+    if not isinstance(margin, int | float) or not 0 <= margin < 1:
         raise PlanError(f"margin={margin!r} was given; give the part of the memory to leave free, from 0 to below 1.")
-    return int((cluster.memory if memory is None else parse_quantity(memory, "B")) * (1 - margin))
+    budget = int((cluster.memory if memory is None else parse_quantity(memory, "B")) * (1 - margin))
+    if budget < 1:
+        shown = f"memory={memory!r} and margin={margin!r}"
+        raise PlanError(f'{shown} leave nothing of a device to use; give its memory, such as "80GB".')
+    return budget
 
 
 def _recompute(wanted: bool) -> tuple[Transform, ...]:

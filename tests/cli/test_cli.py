@@ -638,3 +638,12 @@ def test_tune_prints_the_best_plans_and_writes_what_is_asked_for(run, tmp_path):
     assert json.loads(out)["plans"][0]["mesh"] == "dp=2"
     code, _, err = run("tune", GPT, "--cluster", "h1", "--world", "2", "--batch", "8", "--example", "1x16:int64")
     assert code == 1 and "No cluster is called" in err
+
+
+def test_files_that_cannot_be_written_are_named_before_the_search(run, tmp_path):
+    asked = ["tune", GPT, "--cluster", "cpu", "--world", "2", "--batch", "8", "--example", "1x16:int64"]
+    page, script = tmp_path / "none" / "plans.html", tmp_path / "train_it.py"
+    code, out, err = run(*asked, "--axes", "tp=1,pp=1", "--html", page, "--script", script)
+    assert code == 2 and f'"{page}" cannot be written' in err and not out and not script.exists()
+    code, out, err = run("plan", GPT, "--mesh", "dp=2", "--html", page)
+    assert code == 2 and f'"{page}" cannot be written' in err and not out

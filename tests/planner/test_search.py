@@ -13,6 +13,7 @@ import shardlib as sl
 from shardlib.errors import PlanError, TooLargeError
 from shardlib.planner import changes_that_fit
 from shardlib.planner.candidates import Grid, Refusals, divisors, grids, microbatches, schedules
+from shardlib.planner.choices import Choice
 from shardlib.planner.space import with_rows
 
 
@@ -103,6 +104,13 @@ def test_schedules_have_enough_blocks_and_microbatches():
     assert "microbatches do not divide over stages" in refused.counts
 
 
+@pytest.mark.parametrize(
+    ("own", "rows"), [(64, [1, 2, 4, 8, 16, 32, 64]), (48, [1, 2, 4, 8, 16, 48]), (65, [1, 5, 13])]
+)
+def test_microbatches_of_any_number_of_rows_are_tried(own, rows):
+    assert [each for each, _ in microbatches(2 * own, Grid(sl.MeshShape("dp=2")), Refusals())] == rows
+
+
 def test_divisors_of_a_square_come_once():
     assert divisors(36) == [1, 2, 3, 4, 6, 9, 12, 18, 36]
 
@@ -187,6 +195,46 @@ def test_rules_that_were_given_are_in_the_call():
     assert "for_model" not in best.call
 
 
+def _choice(**given: Any) -> Choice:
+    settings = {"mesh": sl.MeshShape("dp=2"), "mode": None, "transforms": sl.zero(1), "stages": (), "rows": 2}
+    return Choice(**(settings | {"microbatches": 2, "time": None} | given))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("example", "names", "line"),
+    [
+        ((torch.empty(1, 3, 8), torch.zeros(())), "batch", "criterion(model(*batch), batch)"),
+        (torch.empty(1, 3, 8, dtype=torch.bfloat16), "batch", "criterion(model(*batch), batch)"),
+        ({"ids": torch.zeros(2, 4, dtype=torch.int64), "table": torch.empty(5, 3)}, "ids", "model(**batch)"),
+    ],
+)
+def test_a_script_draws_data_of_the_shapes_of_its_example(example, names, line):
+    text = _choice().script("package.models:build", 8, example=example)
+    assert line in text and names in text
+    drawn = text[text.index("def rows") : text.index("def criterion")]
+    made: dict[str, Any] = {"torch": torch, "generator": None}
+    exec(drawn, made)
+    rows = made["rows"](4)
+    wanted = with_rows((example,) if isinstance(example, torch.Tensor) else example, 4)
+    if isinstance(wanted, dict):
+        assert [*rows] == [*wanted]
+        rows, wanted = (*rows.values(),), (*wanted.values(),)
+    assert [(t.shape, t.dtype) for t in rows] == [(t.shape, t.dtype) for t in wanted]
+
+
+def test_a_script_of_a_pipeline_gets_a_loss():
+    text = _choice(stages=(2, 2)).script("package.models:build", 8, example=torch.empty(1, 3))
+    assert "sl.pipeline_step(model, rows(4), criterion).loss" in text
+
+
+def test_a_script_builds_the_class_that_a_config_names_and_finds_a_file_of_any_folder(tmp_path):
+    (tmp_path / "config.json").write_text('{"architectures": ["ViTForImageClassification"], "model_type": "vit"}')
+    text = _choice().script(str(tmp_path), 8, example={"pixel_values": torch.empty(1, 3, 8, 8)})
+    assert "model = ViTForImageClassification(config)" in text
+    text = _choice().script(f"{tmp_path}/nets.py:build", 8, example=torch.empty(1, 3))
+    assert f'sys.path.insert(0, "{tmp_path}")' in text and "from nets import build" in text
+
+
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
@@ -197,6 +245,18 @@ def test_rules_that_were_given_are_in_the_call():
         ({"batch": True}, "batch=True was given"),
         ({"top": -1}, "top=-1 was given"),
         ({"margin": 1.5}, "margin=1.5 was given"),
+        ({"margin": "0.1"}, "margin='0.1' was given"),
+        ({"memory": "0GB"}, "memory='0GB' and margin=0.1 leave nothing"),
+        ({"state_tensors": -1}, "state_tensors=-1 was given"),
+        ({"state_tensors": 1.5}, "state_tensors=1.5 was given"),
+        ({"seq": 16}, "seq=16 and example= were given"),
+        ({"transforms": 5}, "transforms=5 was given"),
+        ({"transforms": "bf16"}, "transforms='bf16' was given"),
+        ({"transforms": sl.zero(1) | sl.accumulate(2)}, r"accumulate\(2\), and a search chooses"),
+        ({"transforms": [sl.pipeline("1f1b", 4)]}, r"pipeline\(.*and a search chooses"),
+        ({"example": torch.empty(1, 513)}, r"Mlp stops in a dry run on dp=1 with the example 1x513:float32"),
+        ({"example": torch.ones(1, 512, dtype=torch.int64)}, "got operands of bfloat16 and int64"),
+        ({"axes": "dp=1,pp=1"}, r"(?s)another world; as dp=1: dp=2.*or axes=, so that they divide"),
         ({"memory": "80 apples"}, "give a quantity such as"),
         ({"example": None}, "Give example="),
         ({"cluster": "h1000"}, "Did you mean"),
@@ -211,6 +271,28 @@ def test_bad_input_says_what_to_give(given, message):
         sl.best_plans(Mlp(), cluster, **rest)
 
 
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [(7, "A model was given as"), (Mlp, "A model was given as"), (nn.LazyLinear(4), "no shape yet")],
+)
+def test_what_is_no_model_is_named(model, message):
+    with pytest.raises(PlanError, match=message):
+        sl.best_plans(model, "h100", world=2, batch=8, example=torch.empty(1, 512))
+
+
+def test_one_rank_on_an_axis_asks_nothing_of_the_rules():
+    asked = {"world": 2, "batch": 8, "example": torch.empty(1, 512), "rules": {"**": None}}
+    found = sl.best_plans(Mlp(), "h100", axes="tp=1,ep=1,pp=1", **asked)
+    assert [str(each.mesh) for each in found] == ["dp=2"]
+
+
+def test_an_open_size_is_chosen():
+    found = sl.best_plans(
+        Mlp(), "h100", world=2, batch=8, example=torch.empty(1, 512), rules={"**": None}, axes="dp=-1"
+    )
+    assert {str(each.mesh) for each in found} == {"dp=2", "pp=2"}
+
+
 def test_an_error_that_no_mesh_mends_is_raised_as_it_is():
     with pytest.raises(PlanError, match="The example has 2 inputs"):
         sl.best_plans(Mlp(1), "h100", world=2, batch=8, example=(torch.empty(1, 512),) * 2, rules={"**": None})
@@ -222,6 +304,16 @@ def test_an_error_that_no_mesh_mends_is_raised_as_it_is():
 def test_a_language_model_needs_the_length_of_examples(llama):
     with pytest.raises(PlanError, match="give seq="):
         sl.best_plans(llama, "h100", world=2, batch=8)
+
+
+def test_a_table_of_positions_bounds_the_length_of_examples():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    with torch.device("meta"):
+        model = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, n_positions=64, use_cache=False))
+    with pytest.raises(PlanError, match="seq=65 was given, and GPT2LMHeadModel has a table of 64 positions"):
+        sl.best_plans(model, "h100", world=1, batch=1, seq=65)
+    assert sl.best_plans(model, "h100", world=1, batch=1, seq=64)
 
 
 def test_a_world_that_the_batch_does_not_fit_says_so():
@@ -279,3 +371,14 @@ def test_an_error_that_is_caught_has_the_advice_too():
     with pytest.raises(RuntimeError) as other, sl.memory_advice(model, plan, "h100", example=batch):
         raise RuntimeError("something else")
     assert not getattr(other.value, "__notes__", [])
+
+
+def test_an_error_without_advice_stays_what_it_is_and_says_why():
+    model = Mlp(2, 64)
+    plan = sl.plan(model, "dp=2", {"**": None})
+    wrong = torch.empty(4, 65, device="meta")
+    with pytest.raises(torch.OutOfMemoryError) as caught, sl.memory_advice(model, plan, "h100", example=wrong):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+    assert "There is no advice on memory: Mlp stops in a dry run" in caught.value.__notes__[0]
+    with pytest.raises(PlanError, match="No cluster is called"), sl.memory_advice(model, plan, "h1", example=None):
+        raise AssertionError("the body must not run")
