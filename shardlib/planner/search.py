@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -396,7 +396,7 @@ def _own(transforms: Transform | Sequence[Transform]) -> list[Transform]:
                 f"transforms= has {text}, and a search chooses passes and schedules itself. Leave it out; "
                 "plan.time prices one plan."
             )
-    return given
+    return cast("list[Transform]", given)
 
 
 def _base(cluster: Cluster, model: nn.Module) -> list[Transform]:
