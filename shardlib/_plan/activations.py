@@ -297,8 +297,8 @@ class ReplayedPool:
 
     @staticmethod
     def _taken(free: list[int], size: int) -> int:
-        fitting = [each for each in free if each >= size]
-        if free:
-            free.remove(taken := min(fitting, default=max(free)))
-            return max(taken, size)
-        return size
+        alike = [each for each in free if 3 * each >= 2 * size]
+        if not alike:
+            return size
+        free.remove(taken := min((each for each in alike if each >= size), default=max(alike)))
+        return max(taken, size)
