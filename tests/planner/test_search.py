@@ -105,7 +105,7 @@ def test_schedules_have_enough_blocks_and_microbatches():
 
 
 @pytest.mark.parametrize(
-    ("own", "rows"), [(64, [1, 2, 4, 8, 16, 32, 64]), (48, [1, 2, 4, 8, 16, 48]), (65, [1, 5, 13])]
+    ("own", "rows"), [(64, [1, 2, 4, 8, 16, 32, 64]), (48, [1, 2, 4, 8, 16, 48]), (65, [1, 5, 13, 65])]
 )
 def test_microbatches_of_any_number_of_rows_are_tried(own, rows):
     assert [each for each, _ in microbatches(2 * own, Grid(sl.MeshShape("dp=2")), Refusals())] == rows
