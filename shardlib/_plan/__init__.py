@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardlib._plan.activations import Peak, peak_of
+from shardlib._plan.activations import Peak, free_buffer, peak_of
 from shardlib._plan.buckets import Bucket, Unit, gradient_buckets, units_of, unshard_buckets, update_buckets
 from shardlib._plan.cluster import Cluster
 from shardlib._plan.experts import expert_axis, expert_rows, stacked_experts
@@ -76,6 +76,7 @@ __all__ = [
     "check_model",
     "expert_axis",
     "expert_rows",
+    "free_buffer",
     "gradient_buckets",
     "join_small",
     "listed_transforms",

@@ -20,7 +20,7 @@ from shardlib._plan.schedules import Action, order, splits_backward, steady_coun
 from shardlib._plan.table import PlanTable
 from shardlib._plan.work import Part, Work
 
-__all__ = ["Peak", "ReplayedPool", "peak_of"]
+__all__ = ["Peak", "ReplayedPool", "free_buffer", "peak_of"]
 
 
 @dataclass(frozen=True)
@@ -278,6 +278,25 @@ def _joined(buffers: Iterable[Buffer], limit: int) -> Iterator[Buffer]:
     yield from (Buffer(dtype, size) for dtype, size in filled.items())
 
 
+def free_buffer(sizes: Sequence[int], size: int) -> int | None:
+    """Return the index of the free buffer that a pool of workspaces hands out, or that gives way to a new one.
+
+    The smallest that is large enough serves. Else the largest gives way if it is not much smaller; a much smaller one
+    stays: what needs it in the next step would borrow a large buffer, for which another would be made, and the pool
+    would grow from step to step.
+
+    Args:
+        sizes: of the free buffers.
+        size: what is needed, in the same unit.
+
+    >>> free_buffer([4, 9, 6], 5), free_buffer([4, 9, 6], 12), free_buffer([4, 9, 6], 20)
+    (2, 1, None)
+    """
+    if enough := [at for at, each in enumerate(sizes) if each >= size]:
+        return min(enough, key=sizes.__getitem__)
+    return max((at for at, each in enumerate(sizes) if 3 * each >= 2 * size), key=sizes.__getitem__, default=None)
+
+
 class ReplayedPool:
     """The sizes of the buffers that the engine's `Workspace` has free, as it takes and gives them."""
 
@@ -297,8 +316,5 @@ class ReplayedPool:
 
     @staticmethod
     def _taken(free: list[int], size: int) -> int:
-        alike = [each for each in free if 3 * each >= 2 * size]
-        if not alike:
-            return size
-        free.remove(taken := min((each for each in alike if each >= size), default=max(alike)))
-        return max(taken, size)
+        at = free_buffer(free, size)
+        return size if at is None else max(free.pop(at), size)

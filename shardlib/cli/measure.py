@@ -26,6 +26,7 @@ __all__ = ["Effort", "Timing", "fit", "link_of", "measure_device", "measure_job"
 
 SOURCE = "calibrated"
 _LIMIT = 2.0  # seconds for one size of a product: CPUs without float16 take long
+_OF_THE_ENGINE = "all_reduce", "all_gather", "reduce_scatter"  # for parameters and gradients
 _DTYPES = "bfloat16", "float16", "float32", "float64"
 
 
@@ -119,7 +120,7 @@ def _overlap(device: torch.device, effort: Effort) -> float:
     a, b = torch.ones(side, side, device=device), torch.ones(side, side, device=device)
     product = _of_ranks(_taken(lambda: torch.mm(a, b), device, effort), device)
     found = []
-    for kind in ("all_reduce", "all_gather", "reduce_scatter"):
+    for kind in _OF_THE_ENGINE:
         begin = _begin(kind, _ones(payload, dist.get_world_size(), device), transport.over(_world(), device))
 
         def send(begin: _Begin = begin) -> None:
@@ -296,15 +297,14 @@ _Begin = Callable[[], Callable[[], object]]
 
 def _begin(kind: str, mine: torch.Tensor, over: transport.Transport) -> _Begin:
     """Return a function that begins a collective of the engine, and returns the one that waits for it."""
-    workspace = transport.Workspace()
-    every = mine.new_empty(over.count, mine.numel())
-    parts = [*mine.view(over.count, -1)]
+    if kind == "all_reduce":
+        return lambda: over.all_reduce(mine).wait
+    if kind == "all_gather":
+        every = [*mine.new_empty(over.count, mine.numel())]
+        return lambda: over.all_gather(every).wait
+    parts, workspace = [*mine.view(over.count, -1)], transport.Workspace()
 
     def begin() -> Callable[[], object]:
-        if kind == "all_reduce":
-            return over.all_reduce(mine).wait
-        if kind == "all_gather":
-            return over.all_gather([*every]).wait
         pending = over.reduce_scatter(parts, workspace)
 
         def finish() -> None:
@@ -321,7 +321,7 @@ def _begin(kind: str, mine: torch.Tensor, over: transport.Transport) -> _Begin:
 def _collective(kind: str, mine: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], object]:
     """Return a collective of a rank's flat tensor, whose other tensors are made already."""
     size, rank = dist.get_world_size(group), dist.get_rank(group)
-    if kind in ("all_reduce", "all_gather", "reduce_scatter"):
+    if kind in _OF_THE_ENGINE:
         begin = _begin(kind, mine, transport.over(group, mine.device))
         return lambda: begin()()
     if kind == "all_to_all":

@@ -156,9 +156,8 @@ def _model_lines(model: str, sizes: Mapping[str, Any] | None) -> tuple[list[str]
         folder = str(Path(model).parent) if Path(model).name == "config.json" else model
         config = f'config = AutoConfig.from_pretrained("{folder}", use_cache=False)'
         name = _architecture(Path(model))
-        if name.startswith("Auto"):
-            return [f"from transformers import AutoConfig, {name}"], [config, f"model = {name}.from_config(config)"]
-        return [f"from transformers import AutoConfig, {name}"], [config, f"model = {name}(config)"]
+        make = f"{name}.from_config" if name.startswith("Auto") else name
+        return [f"from transformers import AutoConfig, {name}"], [config, f"model = {make}(config)"]
     if sizes is not None:
         config = sizes["class"].removesuffix("ForCausalLM").removesuffix("LMHeadModel") + "Config"
         given = [f"{key}={value!r}," for key, value in sizes.items() if key != "class"]

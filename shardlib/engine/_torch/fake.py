@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from shardlib.engine._torch._private import private
 from shardlib.engine._torch.collectives import AsyncTensor
 from shardlib.engine._torch.meshes import forget_specs
-from shardlib.engine._torch.ops import Op, schema_of, written_to
+from shardlib.engine._torch.ops import Op, collective_name, schema_of, written_to
 from shardlib.engine._torch.patches import holding_patches, patch
 from shardlib.engine._torch.tensor import _StridedShard
 from shardlib.engine._torch.trees import pytree
@@ -49,11 +49,6 @@ private(
     "torch.distributed.tensor.placement_types._StridedShard.local_shard_size_and_offset",
     why="to let DTensor compute the shards of a fused dim in a dry run",
     without="a dry run or a compiled block with a sharded fused dim raises",
-)
-private(
-    "torch.ops._c10d_functional.wait_tensor",
-    why="to let it return its input on fake tensors, as its kernel does",
-    without="a dry run counts a gathered tensor twice while it is joined",
 )
 private(
     "torch.distributed.distributed_c10d._world",
@@ -134,7 +129,7 @@ class _Mode(FakeTensorMode):
         return self
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops._c10d_functional.wait_tensor.default:
+        if collective_name(func) == "wait_tensor":
             return args[0]  # as the kernel does; the shape function makes another tensor (2.13.0)
         if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
             return _grouped_product(*args, **(kwargs or {}))

@@ -21,7 +21,7 @@ from typing import ClassVar
 import torch
 import torch.distributed as dist
 
-from shardlib._plan import Movement
+from shardlib._plan import Movement, free_buffer
 from shardlib.engine import _torch
 from shardlib.errors import InputError
 
@@ -47,10 +47,8 @@ VARIABLE = "SHARDLIB_TRANSPORT"
 class Workspace:
     """A pool of workspace buffers that movements borrow and give back.
 
-    It keeps few large buffers: freeing many small ones would not return their memory to the system. A new buffer takes
-    the place of a free one that is not much smaller, so that sizes that are alike share memory. Much smaller ones stay:
-    what needs them in the next step would borrow a large one, for which another would be made, and the pool would grow
-    from step to step.
+    It keeps few large buffers: freeing many small ones would not return their memory to the system. `free_buffer` says
+    which one serves, and which gives way to a new one.
     """
 
     def __init__(self) -> None:
@@ -59,17 +57,11 @@ class Workspace:
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return an uninitialized flat tensor of at least `numel` elements."""
         free = self._free.setdefault((dtype, device), [])
-        sizes = {i: buffer.numel() for i, buffer in enumerate(free)}
-        if fitting := [i for i in sizes if sizes[i] >= numel]:
-            return free.pop(min(fitting, key=sizes.__getitem__))
-        if alike := [i for i in sizes if 3 * sizes[i] >= 2 * numel]:
-            free.pop(max(alike, key=sizes.__getitem__))
+        at = free_buffer([buffer.numel() for buffer in free], numel)
+        if at is not None and (buffer := free.pop(at)).numel() >= numel:
+            return buffer
         with torch.inference_mode(False):  # it is used again outside of one
             return torch.empty(numel, dtype=dtype, device=device)
-
-    def numel(self) -> int:
-        """Return the elements of all buffers that are free."""
-        return sum(buffer.numel() for free in self._free.values() for buffer in free)
 
     def give(self, buffer: torch.Tensor) -> None:
         """Return a buffer to the pool."""
